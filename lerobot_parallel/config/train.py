@@ -1,0 +1,152 @@
+"""The host's training config with this project's groups on top, and what it refuses."""
+
+import dataclasses
+import json
+import logging
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.train import TrainPipelineConfig
+
+from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.runtime import AcceleratorConfig, check_runtime
+from lerobot_parallel.config.topology import Degrees, ParallelismConfig, resolve_degrees
+from lerobot_parallel.config.source import config_file
+
+CHECKPOINT_FORMATS = ("safetensors", "dcp", "safetensors_dcp")
+
+
+@dataclass
+class ParallelTrainPipelineConfig(TrainPipelineConfig):
+    """Everything a run can be told: the host's own fields, then where and how it runs in parallel.
+
+    `checkpoint_format` is how weights are saved: `safetensors` (gathered, one file), `dcp` (every rank its
+    shards) or `safetensors_dcp` (both). Unsharded runs know `safetensors` only.
+    """
+
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    accelerator: AcceleratorConfig = field(default_factory=AcceleratorConfig)
+    checkpoint_format: str = "safetensors"
+
+    @classmethod
+    def from_pretrained(cls, pretrained_name_or_path: str | Path, **kwargs: Any) -> "ParallelTrainPipelineConfig":
+        """Read a train_config.json (file, directory or hub repo), also one of the host's later releases.
+
+        A key that this host does not know is dropped with a warning where its value switches nothing on, and
+        refused otherwise.
+
+        Raises:
+            ConfigError: an unknown key with an active value, or a file that is no JSON object.
+        """
+        path = config_file(str(pretrained_name_or_path))
+        if path is None or path.suffix != ".json":
+            return super().from_pretrained(pretrained_name_or_path, **kwargs)
+        known = _without_unknown_keys(cls, _read_json(path), path)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / path.name
+            copy.write_text(json.dumps(known))
+            return super().from_pretrained(copy, **kwargs)
+
+
+def check_config(cfg: ParallelTrainPipelineConfig, *, world_size: int) -> Degrees:
+    """Refuse everything that the config alone shows to be wrong; touches no device, dataset or process group.
+
+    Returns:
+        The degrees that the run uses in a world of `world_size` processes.
+
+    Raises:
+        ConfigError: names the flag, the value and the way out.
+    """
+    degrees = resolve_degrees(cfg.parallelism, world_size)
+    device = cfg.trainable_config.device if cfg.trainable_config is not None else "cpu"
+    check_runtime(cfg.accelerator, sharded=degrees.sharded, device=str(device).split(":")[0])
+    _check_checkpoint_format(cfg.checkpoint_format, degrees)
+    if getattr(cfg.optimizer, "type", None) == "multi_adam":
+        raise ConfigError("--optimizer.type", "multi_adam", "the loop drives one optimizer", "use a single one")
+    if degrees.sharded:
+        _refuse_unsharded_paths(cfg, degrees)
+    return degrees
+
+
+def _check_checkpoint_format(checkpoint_format: str, degrees: Degrees) -> None:
+    flag = "--checkpoint_format"
+    if checkpoint_format not in CHECKPOINT_FORMATS:
+        raise ConfigError(flag, checkpoint_format, "unknown format", f"use one of {', '.join(CHECKPOINT_FORMATS)}")
+    if checkpoint_format != "safetensors" and not degrees.sharded:
+        raise ConfigError(
+            flag,
+            checkpoint_format,
+            f"an unsharded run (dp_shard={degrees.dp_shard}) has no shards to save",
+            "use safetensors, or shard with --parallelism.dp_shard=-1",
+        )
+
+
+def _refuse_unsharded_paths(cfg: ParallelTrainPipelineConfig, degrees: Degrees) -> None:
+    """The host's paths that hold or save whole models: no shards can pass through them."""
+    way_out = "use --parallelism.dp_shard=1"
+    shown = degrees.dp_shard
+    if cfg.peft is not None or getattr(cfg.policy, "use_peft", False):
+        raise ConfigError("--parallelism.dp_shard", shown, "PEFT adapters cannot be sharded yet", way_out)
+    if cfg.reward_model is not None:
+        raise ConfigError("--parallelism.dp_shard", shown, "reward models cannot be sharded yet", way_out)
+    if cfg.env is not None:
+        raise ConfigError(
+            "--parallelism.dp_shard",
+            shown,
+            "environment evaluation of a sharded policy is not in this version",
+            f"drop --env.*, evaluate a converted checkpoint with lerobot-eval, or {way_out}",
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("--config_path", path, f"cannot be read ({error})", "name a train_config.json") from None
+    if not isinstance(data, dict):
+        raise ConfigError("--config_path", path, "is not a JSON object", "name a train_config.json")
+    return data
+
+
+def _without_unknown_keys(cls: type, data: dict[str, Any], path: Path) -> dict[str, Any]:
+    known = _drop_unknown(cls, data, "", path)
+    for group in ("dataset", "policy"):
+        value = known.get(group)
+        group_type = _group_type(cls, group, value)
+        if isinstance(value, dict) and group_type is not None:
+            known[group] = _drop_unknown(group_type, value, f"{group}.", path)
+    return known
+
+
+def _group_type(cls: type, group: str, value: Any) -> type | None:
+    if group == "policy":
+        choices = PreTrainedConfig.get_known_choices()
+        return choices.get(value.get("type")) if isinstance(value, dict) else None
+    return next(f.type for f in dataclasses.fields(cls) if f.name == group)
+
+
+def _drop_unknown(cls: type, data: dict[str, Any], prefix: str, path: Path) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(cls)} | {"type", "path"} | _LEGACY_KEYS
+    unknown = {key: value for key, value in data.items() if key not in names}
+    for key, value in unknown.items():
+        if not _inactive(value):
+            raise ConfigError(
+                "--config_path", path, f"its key {prefix}{key}={value!r} is unknown to this host", "remove the key or update lerobot"
+            )
+    if unknown:
+        dropped = ", ".join(f"{prefix}{key}" for key in unknown)
+        logging.warning("%s: dropped what this host does not know and the run does not use: %s", path, dropped)
+    return {key: value for key, value in data.items() if key not in unknown}
+
+
+# The host migrates these itself (lerobot.configs.train, RA-BC fields before sample_weighting).
+_LEGACY_KEYS = {"use_rabc", "rabc_progress_path", "rabc_kappa", "rabc_epsilon", "rabc_head_mode"}
+
+
+def _inactive(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not value or value.get("enable") is False or value.get("enabled") is False
+    return value in (None, False, [], "")

@@ -1,0 +1,64 @@
+"""Agreement between ranks: an error on one is raised on all, never waited for."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed; the text names the rank and its error."""
+
+
+def rank() -> int:
+    """This process's rank, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+@contextmanager
+def raised_together(doing: str) -> Iterator[None]:
+    """Leave the block on all ranks or raise on all ranks. Collective: every rank enters and leaves it.
+
+    The block itself must hold no collective that an early exception would skip on one rank only. The rank
+    that failed raises its own error, the others `OtherRankError`.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    # torch's CheckpointException is no Exception; SystemExit and KeyboardInterrupt must reach the others too.
+    except BaseException as caught:
+        error = caught
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+        failed = next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
+        if error is None and failed is not None:
+            raise OtherRankError(f"rank {failed[0]} failed while {doing}: {failed[1]}")
+    if error is not None:
+        raise error
+
+
+def broadcast_from_main(value: object) -> object:
+    """Rank 0's `value` on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give this rank its own noise stream. Rank 0 keeps the stream that a single process would have."""
+    if rank == 0:
+        return
+    own = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)

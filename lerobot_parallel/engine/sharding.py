@@ -1,0 +1,218 @@
+"""Policy + plan + mesh -> a module whose parameters are sharded by torch's `fully_shard`."""
+
+import functools
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.runtime import AcceleratorConfig
+from lerobot_parallel.engine.weights import broadcast_buffers, distribute_weights, materialize, take_weights
+from lerobot_parallel.plans.plan import ResolvedPlan, Unit
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What sharding did, in numbers of parameters of the whole model.
+
+    Attributes:
+        units: number of units besides the root.
+        in_units, in_root, replicated: parameters by where they went; their sum is the model.
+        largest_unit: parameters of the largest unit.
+        per_rank: parameters that one rank keeps.
+    """
+
+    source: str
+    units: int
+    in_units: int
+    in_root: int
+    replicated: int
+    largest_unit: int
+    per_rank: int
+
+    def __str__(self) -> str:
+        total = max(self.in_units + self.in_root + self.replicated, 1)
+        return (
+            f"plan: {self.source}; {self.units} units with {self.in_units / total:.1%} of {total:,} parameters, "
+            f"largest unit {self.largest_unit:,}, root {self.in_root:,}, unsharded {self.replicated:,}, "
+            f"per rank {self.per_rank:,}"
+        )
+
+
+def shard_policy(
+    policy: nn.Module,
+    plan: ResolvedPlan,
+    *,
+    mesh: DeviceMesh,
+    runtime: AcceleratorConfig,
+    device: torch.device,
+    autocast: Callable,
+    weights_follow: bool = False,
+) -> ShardReport:
+    """Shard `policy` in place over `mesh`. Collective.
+
+    Rank 0's weights and buffers end up on every rank; the other ranks may have built theirs on meta
+    (`empty_parameters`). Trainable parameters become fp32 masters and compute in the dtype that mixed
+    precision or the policy itself asks for.
+
+    Args:
+        device: where a rank computes; shards live there, or in host memory with `fsdp.cpu_offload`.
+        autocast: returns a context manager, entered around the plan's forward methods.
+        weights_follow: a checkpoint fills the parameters later; they are left uninitialised.
+
+    Raises:
+        ConfigError: `fsdp.ignored_modules` matches no module.
+    """
+    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision)
+    weights = take_weights(policy)
+    upcast_trainable(policy)
+    ignored = ignored_parameters(policy, runtime.fsdp.ignored_modules)
+    _apply_fully_shard(policy, plan, mesh, runtime, ignored, compute_dtypes)
+    materialize(policy, device, offload=runtime.fsdp.cpu_offload)
+    if not weights_follow:
+        distribute_weights(policy, weights, device)
+    weights.clear()
+    broadcast_buffers(policy)
+    _register_forward_methods(policy, plan.forward_methods, autocast)
+    report = _report(policy, plan)
+    if report.in_units < report.in_root:
+        logging.warning("more than half of the parameters stay in the root unit and are gathered for the whole step")
+    return report
+
+
+def upcast_trainable(policy: nn.Module) -> None:
+    """Trainable floating-point parameters to fp32: master weights, and one dtype in every unit."""
+    for param in policy.parameters():
+        if param.requires_grad and param.is_floating_point() and param.dtype != torch.float32:
+            param.data = param.data.to(torch.float32)
+
+
+def _compute_dtypes(policy: nn.Module, precision: str) -> dict[int, torch.dtype]:
+    """The dtype in which each parameter computes, by id of the parameter *before* it is moved or cast.
+
+    Without mixed precision that is the dtype the policy gave it. With bf16 it is bf16, but for the fp32
+    parameters of a policy that also has narrower ones: that policy keeps them in fp32 on purpose.
+    """
+    floating = {id(p): p.dtype for p in policy.parameters() if p.is_floating_point()}
+    if precision == "no":
+        return _by_name(policy, floating)
+    mixed = any(dtype.itemsize < 4 for dtype in floating.values())
+    kept = {key: torch.float32 if mixed and dtype.itemsize >= 4 else torch.bfloat16 for key, dtype in floating.items()}
+    return _by_name(policy, kept)
+
+
+def _by_name(policy: nn.Module, by_id: dict[int, torch.dtype]) -> dict[str, torch.dtype]:
+    return {n: by_id[id(p)] for n, p in policy.named_parameters(remove_duplicate=False) if id(p) in by_id}
+
+
+def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:
+    """Parameters that every rank keeps whole: those of the user's modules, and 0-dim ones, which have no dim to shard."""
+    ignored = {p for p in policy.parameters() if p.dim() == 0}
+    if pattern is None:
+        return ignored
+    modules = [module for name, module in policy.named_modules() if name and re.search(pattern, name)]
+    if not modules:
+        raise ConfigError("--accelerator.fsdp.ignored_modules", pattern, "matches no module name", "mend the expression")
+    return ignored | {p for module in modules for p in module.parameters()}
+
+
+def _apply_fully_shard(
+    policy: nn.Module,
+    plan: ResolvedPlan,
+    mesh: DeviceMesh,
+    runtime: AcceleratorConfig,
+    ignored: set[nn.Parameter],
+    compute_dtypes: dict[str, torch.dtype],
+) -> None:
+    dtype_of = {p: compute_dtypes[n] for n, p in policy.named_parameters() if n in compute_dtypes}
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if runtime.fsdp.cpu_offload else OffloadPolicy()
+    taken: set[nn.Parameter] = set(ignored)
+
+    def shard(modules: list[nn.Module], *, reshard: bool | None) -> None:
+        mine = [p for module in modules for p in module.parameters() if p not in taken]
+        main = Counter(dtype_of[p] for p in mine if p in dtype_of).most_common(1)
+        dtype = main[0][0] if main else torch.float32
+        for odd_dtype, leaves in _odd_leaves(modules, dtype, dtype_of, taken).items():
+            fully_shard(leaves, mesh=mesh, reshard_after_forward=reshard, mp_policy=_precision(odd_dtype), offload_policy=offload, ignored_params=ignored)
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=_precision(dtype), offload_policy=offload, ignored_params=ignored)
+        taken.update(mine)
+
+    for unit in plan.units:
+        shard(list(unit.modules), reshard=runtime.fsdp.reshard_after_forward and not unit.keep_gathered)
+    shard([policy], reshard=False)
+
+
+def _odd_leaves(
+    modules: Iterable[nn.Module], dtype: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter]
+) -> dict[torch.dtype, list[nn.Module]]:
+    """Modules of a unit whose own parameters all compute in another dtype than the unit, by that dtype.
+
+    `fully_shard` casts a whole communication group to one dtype, so they form a group of their own.
+    """
+    leaves: dict[torch.dtype, list[nn.Module]] = {}
+    roots = {id(module) for module in modules}
+    for module in (m for root in modules for m in root.modules()):
+        own = {dtype_of[p] for p in module.parameters(recurse=False) if p in dtype_of and p not in taken}
+        if len(own) == 1 and (odd := next(iter(own))) != dtype and id(module) not in roots and not any(module.children()):
+            leaves.setdefault(odd, []).append(module)
+    return leaves
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Gather in `dtype`, reduce in fp32. Inputs are left alone: autocast casts them where an op wants it, and the
+    batch must reach the loss in fp32."""
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _register_forward_methods(policy: nn.Module, names: Iterable[str], autocast: Callable) -> None:
+    depth = 0
+
+    def outermost(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(_self: nn.Module, *args: object, **kwargs: object) -> object:
+            nonlocal depth
+            depth += 1
+            try:
+                with autocast():
+                    return method(*args, **kwargs)
+            finally:
+                depth -= 1
+                if depth == 0:
+                    # The call leaves the root gathered; nothing after it would free it.
+                    policy.reshard()
+
+        return call
+
+    for name in names:
+        register_fsdp_forward_method(policy, name)
+        setattr(policy, name, MethodType(outermost(getattr(policy, name)), policy))
+
+
+def _report(policy: nn.Module, plan: ResolvedPlan) -> ShardReport:
+    params = list(policy.parameters())
+    sharded = {p for p in params if isinstance(p, DTensor)}
+    unit_sizes = [_size(unit, sharded) for unit in plan.units]
+    in_units = sum(p.numel() for p in {p for unit in plan.units for p in unit.parameters()} & sharded)
+    return ShardReport(
+        source=plan.source,
+        units=len(plan.units),
+        in_units=in_units,
+        in_root=sum(p.numel() for p in sharded) - in_units,
+        replicated=sum(p.numel() for p in params if p not in sharded),
+        largest_unit=max(unit_sizes, default=0),
+        per_rank=sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in params),
+    )
+
+
+def _size(unit: Unit, sharded: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in set(unit.parameters()) & sharded)

@@ -1,0 +1,117 @@
+"""Building a policy without its weights, and giving every rank its part of rank 0's."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on meta and their buffers for real.
+
+    Peak host memory is that of one parameter. Ties survive: a parameter already on meta is registered as it
+    is. Conversions (`.to(dtype)`, `.half()`) change the dtype, moves leave meta alone.
+    """
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+    twins: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.is_meta:
+            return
+        known = twins.get(id(param))
+        if known is None or known[0]() is not param:
+            twins[id(param)] = known = (weakref.ref(param), _meta_twin(param))
+        module._parameters[name] = known[1]
+
+    def apply_empty(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        def keep_meta(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                return fn(tensor)
+            return tensor.to(dtype=fn(torch.empty((), dtype=tensor.dtype)).dtype)
+
+        return apply(module, keep_meta, recurse)
+
+    nn.Module.register_parameter, nn.Module._apply = register_empty, apply_empty
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter, nn.Module._apply = register, apply
+
+
+def _meta_twin(param: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    twin.__dict__.update(param.__dict__)
+    return twin
+
+
+def take_weights(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Move the parameters of a built policy out, keyed by FQN, leaving meta twins in their places.
+
+    Ties and `requires_grad` are kept. Parameters that are on meta already are left out.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    twins: dict[int, nn.Parameter] = {}
+    for module_name, module in policy.named_modules():
+        for name, param in list(module._parameters.items()):
+            if param is None or param.is_meta:
+                continue
+            if id(param) not in twins:
+                twins[id(param)] = _meta_twin(param)
+                weights[f"{module_name}.{name}" if module_name else name] = param.detach()
+            module._parameters[name] = twins[id(param)]
+    return weights
+
+
+def materialize(policy: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Allocate the (sharded) parameters that are on meta; buffers and sharded host memory stay where they belong."""
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor if tensor.device.type == device.type or offload else tensor.to(device)
+        home = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=home)
+
+    with torch.no_grad():
+        policy._apply(allocate)
+
+
+def distribute_weights(policy: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Fill every rank's parameters from rank 0's `weights`, one tensor at a time. Collective.
+
+    Args:
+        policy: sharded and materialized, alike on all ranks.
+        weights: on rank 0, full tensors by FQN; elsewhere ignored. Cast to the parameter's dtype on the way.
+    """
+    is_source = not dist.is_initialized() or dist.get_rank() == 0
+    with torch.no_grad():
+        for name, param in policy.named_parameters():
+            if is_source:
+                full = weights[name].to(device=device, dtype=param.dtype)
+            else:
+                full = torch.empty(param.shape, device=device, dtype=param.dtype)
+            if isinstance(param, DTensor):
+                part = distribute_tensor(full.contiguous(), param.device_mesh, param.placements)
+                param.to_local().copy_(part.to_local())
+            else:
+                param.copy_(_broadcast(full))
+
+
+def broadcast_buffers(policy: nn.Module) -> None:
+    """Rank 0's buffers, persistent or not, on every rank. Collective. FSDP2 broadcasts none itself."""
+    with torch.no_grad():
+        for buffer in policy.buffers():
+            if not isinstance(buffer, DTensor):
+                buffer.copy_(_broadcast(buffer.contiguous()))
+
+
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        tensor = tensor.clone()
+        dist.broadcast(tensor, src=0)
+    return tensor

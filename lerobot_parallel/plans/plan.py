@@ -1,0 +1,215 @@
+"""The words in which a policy says what to shard, and how they are resolved on a built policy."""
+
+import difflib
+import fnmatch
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from lerobot_parallel.config.errors import ConfigError
+
+INFERENCE_METHODS = ("select_action", "predict_action_chunk")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class WrapPlan(BaseModel):
+    """Which modules of a policy are gathered together (the units), and how the policy is entered.
+
+    Patterns are shell-style globs on module FQNs; `{i}` stands for a layer index and `{last}` for the largest
+    one present. Everything that no unit takes stays in the root unit, which is gathered for the whole step.
+
+    Attributes:
+        units: class names, matched by `type(module).__name__` on every instance; a name that this build of
+            the policy does not contain is skipped.
+        groups: leaves of one layer that form one unit, for stacks whose layers are never called themselves.
+            Each group is a list of patterns with one `{i}`; it makes one unit for every index present.
+        modules: single modules that are units of their own (large embeddings, heads that are never called).
+        keep_gathered: units, by name, that stay gathered between forward and backward, such as the last
+            layer of a stack whose output the loss does not use: its pre-backward hook never fires.
+        keep_in_root: modules whose weights are read without calling them; units on or around them dissolve.
+        forward_methods: methods besides `forward` that gather the root before they run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    units: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[str, ...] = ()
+    keep_gathered: tuple[str, ...] = ()
+    keep_in_root: tuple[str, ...] = ()
+    forward_methods: tuple[str, ...] = INFERENCE_METHODS
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are gathered together. `name` is the FQN of the module, or the common prefix of a group."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    keep_gathered: bool = False
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for module in self.modules:
+            yield from module.parameters()
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan on one built policy.
+
+    Attributes:
+        source: who gave the plan, for the log.
+        units: innermost first, the order in which `fully_shard` wants them.
+        forward_methods: those of the plan that the policy has.
+        dissolved: names of units that went back to the root, with the reason.
+    """
+
+    source: str
+    units: tuple[Unit, ...]
+    forward_methods: tuple[str, ...]
+    dissolved: dict[str, str] = field(default_factory=dict)
+
+
+def resolve_plan(plan: WrapPlan, policy: nn.Module, *, source: str) -> ResolvedPlan:
+    """Find the plan's units in `policy`. Pure: the policy is not changed, parameters may be on meta."""
+    named = dict(policy.named_modules())
+    units = _class_units(plan, named) + _group_units(plan, named) + _module_units(plan, named)
+    return _finish(units, plan, policy, source)
+
+
+def resolve_by_class(names: Iterable[str], plan: WrapPlan, policy: nn.Module) -> ResolvedPlan:
+    """Units by the user's own class names, instead of the policy's plan.
+
+    Raises:
+        ConfigError: a name that matches no module, with the close ones.
+    """
+    named = dict(policy.named_modules())
+    present = sorted({type(module).__name__ for name, module in named.items() if name})
+    for name in names:
+        if name not in present:
+            close = difflib.get_close_matches(name, present, n=3, cutoff=0.5) or present[:8]
+            raise ConfigError(
+                "--accelerator.fsdp.wrap_modules",
+                name,
+                f"no module of {type(policy).__name__} is of this class",
+                f"close names: {', '.join(close)}",
+            )
+    own = WrapPlan(units=tuple(names), forward_methods=plan.forward_methods, keep_in_root=plan.keep_in_root)
+    return _finish(_class_units(own, named), own, policy, "--accelerator.fsdp.wrap_modules")
+
+
+def resolve_by_size(min_num_params: int, plan: WrapPlan, policy: nn.Module) -> ResolvedPlan:
+    """Units by size: innermost modules whose parameters, less those of units inside them, reach the minimum."""
+    units: list[Unit] = []
+    taken: set[int] = set()
+    for name, module in reversed(list(policy.named_modules())):
+        left = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if name and not isinstance(module, _CONTAINERS) and sum(left.values()) >= min_num_params:
+            units.append(Unit(name, (module,)))
+            taken.update(left)
+    own = WrapPlan(forward_methods=plan.forward_methods, keep_in_root=plan.keep_in_root)
+    return _finish(units, own, policy, "--accelerator.fsdp.min_num_params")
+
+
+def _class_units(plan: WrapPlan, named: dict[str, nn.Module]) -> list[Unit]:
+    return [Unit(name, (module,)) for name, module in named.items() if name and type(module).__name__ in plan.units]
+
+
+def _module_units(plan: WrapPlan, named: dict[str, nn.Module]) -> list[Unit]:
+    matching = [n for n in named if n and any(fnmatch.fnmatchcase(n, pattern) for pattern in plan.modules)]
+    return [Unit(name, (named[name],)) for name in matching]
+
+
+def _group_units(plan: WrapPlan, named: dict[str, nn.Module]) -> list[Unit]:
+    units = []
+    for patterns in plan.groups:
+        by_index: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for pattern in patterns:
+            regex = re.compile(fnmatch.translate(pattern).replace(r"\{i\}", r"(\d+)"))
+            for name in named:
+                if match := regex.fullmatch(name):
+                    by_index[match.groups()].append(name)
+        for names in by_index.values():
+            units.append(Unit(_common_prefix(names), tuple(named[name] for name in names)))
+    return units
+
+
+def _common_prefix(names: list[str]) -> str:
+    parts = [name.split(".") for name in names]
+    shared = []
+    for pieces in zip(*parts, strict=False):
+        if len(set(pieces)) > 1:
+            break
+        shared.append(pieces[0])
+    return ".".join(shared) or names[0]
+
+
+def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -> ResolvedPlan:
+    units = _distinct(unit for unit in units if any(True for _ in unit.parameters()))
+    units, dissolved = _dissolve(units, plan, policy)
+    kept = _matching(plan.keep_gathered, [unit.name for unit in units])
+    units = [Unit(u.name, u.modules, keep_gathered=u.name in kept) for u in units]
+    units.sort(key=lambda unit: unit.name.count("."), reverse=True)
+    methods = tuple(m for m in plan.forward_methods if callable(getattr(policy, m, None)))
+    for name, reason in dissolved.items():
+        logging.warning("unit %s stays in the root: %s", name, reason)
+    return ResolvedPlan(source, tuple(units), methods, dissolved)
+
+
+def _distinct(units: Iterable[Unit]) -> list[Unit]:
+    """Drop a unit that shares a module with an earlier one: a module is gathered with one unit only."""
+    seen: set[int] = set()
+    distinct = []
+    for unit in units:
+        ids = {id(module) for module in unit.modules}
+        if not ids & seen:
+            distinct.append(unit)
+            seen |= ids
+    return distinct
+
+
+def _dissolve(units: list[Unit], plan: WrapPlan, policy: nn.Module) -> tuple[list[Unit], dict[str, str]]:
+    dissolved: dict[str, str] = {}
+    read_directly = _subtree_parameters(policy, plan.keep_in_root)
+    owners = tied_owners(policy)
+    for unit in units:
+        inside = {id(module) for root in unit.modules for module in root.modules()}
+        if any(id(p) in read_directly for p in unit.parameters()):
+            dissolved[unit.name] = "the plan keeps some of its weights in the root"
+        elif any(_straddles(modules, inside) for modules in owners):
+            dissolved[unit.name] = "it owns one side of a tied weight whose other owner is elsewhere"
+    return [unit for unit in units if unit.name not in dissolved], dissolved
+
+
+def _straddles(owners: list[nn.Module], inside: set[int]) -> bool:
+    within = [id(owner) in inside for owner in owners]
+    return any(within) and not all(within)
+
+
+def _subtree_parameters(policy: nn.Module, patterns: Iterable[str]) -> set[int]:
+    names = _matching(patterns, [name for name, _ in policy.named_modules() if name])
+    return {id(p) for name in names for p in policy.get_submodule(name).parameters()}
+
+
+def tied_owners(policy: nn.Module) -> list[list[nn.Module]]:
+    """For every tied parameter, the modules that own it directly."""
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in policy.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    return [modules for modules in owners.values() if len(modules) > 1]
+
+
+def _matching(patterns: Iterable[str], names: list[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        regex = re.compile(fnmatch.translate(pattern).replace(r"\{last\}", r"(\d+)"))
+        matches = [(int(m.group(1)) if m.groups() else 0, name) for name in names if (m := regex.fullmatch(name))]
+        largest = max((index for index, _ in matches), default=0)
+        found.update(name for index, name in matches if "{last}" not in pattern or index == largest)
+    return found

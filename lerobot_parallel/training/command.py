@@ -1,0 +1,131 @@
+"""What `lerobot-train` runs when a run asks for the engine."""
+
+import contextlib
+import io
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from lerobot.configs import parser
+from lerobot.jobs import submit_to_hf
+from lerobot.policies.factory import get_policy_class
+
+from lerobot_parallel.checkpoint.layout import Checkpoint
+from lerobot_parallel.checkpoint.progress import Progress
+from lerobot_parallel.checkpoint.resume import check_resumable
+from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.topology import Degrees
+from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config
+from lerobot_parallel.engine.accelerator import check_environment
+from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
+from lerobot_parallel.plans.registry import check_plan_exists
+from lerobot_parallel.training.assemble import assemble
+from lerobot_parallel.training.loop import train_loop
+from lerobot_parallel.training.preflight import check_names
+from lerobot_parallel.training.publish import publish_trained_model
+from lerobot_parallel.training.start_log import log_start
+
+# How long a rank that refuses waits for the launcher to end it after rank 0 has said why.
+_GRACE_S = 5.0
+
+
+def train() -> None:
+    """Parse the command line, refuse or run. The whole of `lerobot-train` under this engine."""
+    try:
+        cfg = _parse_once()
+        if cfg.job.is_remote:
+            submit_to_hf(cfg)
+            return
+        degrees, resumed = preflight(cfg)
+        run_training(cfg, degrees, resumed)
+    except (ConfigError, CheckpointError) as refusal:
+        refuse(str(refusal))
+
+
+def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | None]:
+    """Every refusal that needs no process group, no dataset and no GPU.
+
+    Returns:
+        The degrees in effect, and what the checkpoint to resume from says of itself, if there is one.
+
+    Raises:
+        ConfigError, CheckpointError: alike on every rank.
+    """
+    check_environment()
+    world_size = world_size_from_env()
+    check_config(cfg, world_size=world_size)
+    _validate_by_host(cfg)
+    # Presets and the policy's own config are known only now.
+    degrees = check_config(cfg, world_size=world_size)
+    resumed = _check_checkpoint(cfg) if cfg.resume else None
+    if degrees.sharded:
+        check_plan_exists(cfg.policy.type, get_policy_class(cfg.policy.type), cfg.accelerator.fsdp)
+        if rank_from_env() == 0:
+            check_names(cfg)
+    return degrees, resumed
+
+
+def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress | None) -> None:
+    """Assemble, train, publish, and leave the process group. Collective."""
+    run = assemble(cfg, degrees, resumed)
+    log_start(run)
+    train_loop(run)
+    logging.info("End of training")
+    if getattr(cfg.trainable_config, "push_to_hub", False):
+        peft_model = run.module if cfg.policy is not None and cfg.policy.use_peft else None
+        publish_trained_model(cfg, run.module, run.preprocessor, run.postprocessor, run.dataset.meta, peft_model=peft_model)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
+
+
+@parser.wrap()
+def _parse(cfg: ParallelTrainPipelineConfig) -> ParallelTrainPipelineConfig:
+    return cfg
+
+
+def _parse_once() -> ParallelTrainPipelineConfig:
+    """Parse on every rank, let rank 0 alone speak of what is wrong."""
+    if rank_from_env() == 0:
+        return _parse()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return _parse()
+    except SystemExit as done:
+        _leave(int(done.code or 0))
+
+
+def _validate_by_host(cfg: ParallelTrainPipelineConfig) -> None:
+    try:
+        cfg.validate()
+    except ConfigError:
+        raise
+    except (ValueError, OSError, NotImplementedError) as error:
+        refuse(str(error))
+
+
+def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
+    # `last` may move while the run starts.
+    cfg.checkpoint_path = Path(cfg.checkpoint_path).resolve()
+    checkpoint = Checkpoint(cfg.checkpoint_path)
+    progress = check_resumable(checkpoint)
+    cfg.trainable_config.pretrained_path = (
+        checkpoint.pretrained if cfg.policy is not None and not cfg.is_reward_model_training else str(checkpoint.pretrained)
+    )
+    return progress
+
+
+def refuse(text: str) -> NoReturn:
+    """One line for the whole world, on rank 0's stderr; exit code 1 on every rank."""
+    if rank_from_env() == 0:
+        print(f"lerobot-train: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    if rank_from_env() != 0 and code != 0:
+        # A launcher ends the whole world at the first rank that is gone: let that be the one that speaks.
+        time.sleep(_GRACE_S)
+    sys.exit(code)

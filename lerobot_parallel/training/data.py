@@ -1,0 +1,162 @@
+"""Datasets, the order of their samples, and loaders that accelerate splits over the ranks."""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lerobot.datasets import EpisodeAwareSampler
+from lerobot.datasets.factory import make_train_eval_datasets
+from lerobot.utils.collate import lerobot_collate_fn
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+
+from lerobot_parallel.checkpoint.progress import DataPosition, Progress
+from lerobot_parallel.config.train import ParallelTrainPipelineConfig
+
+
+def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) -> tuple[Any, Any]:
+    """Train and held-out dataset (or None). Collective: rank 0 downloads, the others read its copy."""
+    with accelerator.main_process_first():
+        return make_train_eval_datasets(cfg)
+
+
+class DataOrder(Sampler[int]):
+    """Frame indices in the host's order, resumable at any sample, in whole global batches.
+
+    Every epoch is a permutation that depends on seed and epoch only, so that all ranks agree on it without
+    talking. Its last global batch is filled up from the epoch's own beginning, as accelerate does; doing it
+    here keeps that true for an epoch that is resumed in its middle.
+
+    Args:
+        frames: the host's sampler.
+        global_batch: samples that all ranks together take in one step.
+        start: where the next epoch begins; a position at the end of an epoch means the next one.
+    """
+
+    def __init__(self, frames: EpisodeAwareSampler, global_batch: int, start: DataPosition) -> None:
+        self._frames = frames
+        self._global_batch = global_batch
+        over = start.start_index >= len(frames)
+        self._start = DataPosition(epoch=start.epoch + over, start_index=0 if over else start.start_index)
+        self._next = self._start
+
+    def __len__(self) -> int:
+        return self._steps_left(0) * self._global_batch
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, start = self._next.epoch, self._next.start_index
+        self._next = DataPosition(epoch=epoch + 1, start_index=0)
+        total = self._steps_left(start) * self._global_batch
+        return itertools.islice(itertools.chain(self._epoch(epoch, start), self._repeat(epoch)), total)
+
+    def position(self, steps: int) -> DataPosition:
+        """Where the data stands after `steps` steps from `start`."""
+        first = self._steps_left(self._start.start_index)
+        if steps < first:
+            taken = self._start.start_index + steps * self._global_batch
+            return DataPosition(epoch=self._start.epoch, start_index=taken)
+        epochs, rest = divmod(steps - first, self._steps_left(0))
+        return DataPosition(epoch=self._start.epoch + 1 + epochs, start_index=rest * self._global_batch)
+
+    def _steps_left(self, start: int) -> int:
+        return math.ceil((len(self._frames) - start) / self._global_batch)
+
+    def _epoch(self, epoch: int, start: int) -> Iterator[int]:
+        self._frames.load_state_dict({"epoch": epoch, "start_index": start})
+        yield from iter(self._frames)
+
+    def _repeat(self, epoch: int) -> Iterator[int]:
+        while True:
+            yield from self._epoch(epoch, 0)
+
+
+def make_order(
+    cfg: ParallelTrainPipelineConfig, dataset: Any, accelerator: Accelerator, resumed: Progress | None
+) -> DataOrder | None:
+    """The order of the training samples, from where a resumed run left off; None for a streaming dataset."""
+    if cfg.dataset.streaming:
+        if resumed is not None:
+            logging.warning("a streaming dataset starts over on resume: its order cannot be repositioned")
+        return None
+    frames = EpisodeAwareSampler(
+        dataset.meta.episodes["dataset_from_index"],
+        dataset.meta.episodes["dataset_to_index"],
+        episode_indices_to_use=dataset.episodes,
+        drop_n_last_frames=getattr(cfg.trainable_config, "drop_n_last_frames", 0),
+        shuffle=True,
+        seed=cfg.seed if cfg.seed is not None else 0,
+        absolute_to_relative_idx=dataset.absolute_to_relative_idx,
+    )
+    global_batch = cfg.batch_size * accelerator.num_processes
+    start = resumed_position(resumed, len(frames), global_batch)
+    if resumed is not None:
+        logging.info("Resuming data order at epoch %d, sample %d", start.epoch, start.start_index)
+    return DataOrder(frames, global_batch, start)
+
+
+def resumed_position(resumed: Progress | None, num_frames: int, global_batch: int) -> DataPosition:
+    """Where the saved run's data stood; derived from its step where the checkpoint does not say.
+
+    A checkpoint of other software gives the step, and the batch size and ranks that made it; what it leaves
+    out is taken to be as now.
+    """
+    if resumed is None:
+        return DataPosition(epoch=0, start_index=0)
+    if resumed.data_position is not None:
+        return resumed.data_position
+    if resumed.batch_size and resumed.data_ranks:
+        global_batch = resumed.batch_size * resumed.data_ranks
+    epoch, steps = divmod(resumed.step, math.ceil(num_frames / global_batch))
+    return DataPosition(epoch=epoch, start_index=steps * global_batch)
+
+
+def make_loader(
+    cfg: ParallelTrainPipelineConfig, dataset: Dataset, device: torch.device, *, order: DataOrder | None, like: Any
+) -> DataLoader:
+    """One rank's loader before accelerate splits it; `like` is the dataset whose columns decide on the collate."""
+    workers = cfg.num_workers > 0
+    return DataLoader(
+        dataset,
+        batch_size=cfg.batch_size,
+        sampler=order,
+        shuffle=False,
+        num_workers=cfg.num_workers,
+        pin_memory=device.type == "cuda",
+        drop_last=False,
+        collate_fn=lerobot_collate_fn if like.meta.has_language_columns else None,
+        prefetch_factor=cfg.prefetch_factor if workers else None,
+        persistent_workers=cfg.persistent_workers and workers,
+        multiprocessing_context=cfg.dataloader_multiprocessing_context if workers else None,
+    )
+
+
+def held_out_subset(dataset: Any, max_samples: int) -> Dataset:
+    """At most `max_samples` held-out frames, split evenly over the tasks; all of them for 0."""
+    if max_samples <= 0 or not hasattr(dataset, "hf_dataset"):
+        return dataset
+    tasks = dataset.hf_dataset.data.column("task_index").to_numpy()
+    distinct = sorted(set(tasks.tolist()))
+    per_task = max(1, max_samples // len(distinct))
+    return Subset(dataset, [int(i) for task in distinct for i in (tasks == task).nonzero()[0][:per_task]])
+
+
+def endless(loader: Any) -> Iterator[dict[str, Any]]:
+    """Batches epoch after epoch."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("the dataset gives no batch")
+
+
+def to_float_images(batch: dict[str, Any], camera_keys: list[str]) -> dict[str, Any]:
+    """Images stored as uint8 become fp32 in [0, 1], in place."""
+    for key in camera_keys:
+        if key in batch and batch[key].dtype == torch.uint8:
+            batch[key] = batch[key].to(dtype=torch.float32) / 255.0
+    return batch

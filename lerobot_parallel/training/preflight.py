@@ -1,0 +1,45 @@
+"""Names that only a built policy can confirm, confirmed before the run touches anything."""
+
+import logging
+
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from torch import nn
+
+from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.train import ParallelTrainPipelineConfig
+from lerobot_parallel.engine.sharding import ignored_parameters
+from lerobot_parallel.plans import registry
+from lerobot_parallel.training.policy import build_policy
+
+
+def check_names(cfg: ParallelTrainPipelineConfig) -> None:
+    """Resolve the user's unit and module names on a policy without weights, from the dataset's metadata alone.
+
+    A policy or metadata that cannot be had that way is no refusal: sharding resolves the same names again.
+
+    Raises:
+        ConfigError: a name that matches nothing.
+    """
+    fsdp = cfg.accelerator.fsdp
+    if fsdp.wrap_modules is None and fsdp.ignored_modules is None:
+        return
+    policy = _skeleton(cfg)
+    if policy is not None:
+        registry.resolve(policy, cfg.policy.type, fsdp)
+        ignored_parameters(policy, fsdp.ignored_modules)
+
+
+def _skeleton(cfg: ParallelTrainPipelineConfig) -> nn.Module | None:
+    features = cfg.policy.input_features, cfg.policy.output_features
+    try:
+        meta = LeRobotDatasetMetadata(
+            cfg.dataset.repo_id, root=cfg.dataset.root, revision=cfg.dataset.revision, repo_type=cfg.dataset.repo_type
+        )
+        return build_policy(cfg, meta, sharded=True, weights_follow=True, is_main=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logging.debug("names are checked when the policy is sharded: %s", error)
+        return None
+    finally:
+        cfg.policy.input_features, cfg.policy.output_features = features

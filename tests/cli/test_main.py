@@ -1,0 +1,184 @@
+"""Exit codes, streams and the time that an answer takes; then what the demo's stages are made of."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+
+import lerobot_parallel
+from lerobot_parallel.cli import demo
+from lerobot_parallel.cli.main import main
+from lerobot_parallel.config.errors import ConfigError
+from tests.support.datasets import copy_peer
+
+MODULE = [sys.executable, "-m", "lerobot_parallel.cli.main"]
+
+
+def run(*args: object) -> Result:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    pretrained = tmp_path / "run" / "checkpoints" / "000004" / "pretrained_model"
+    pretrained.mkdir(parents=True)
+    (pretrained / "config.json").write_text("{}")
+    with pytest.warns(UserWarning):
+        dcp.save({"model": {"a": torch.ones(3)}}, checkpoint_id=pretrained / "pytorch_model_fsdp_0", no_dist=True)
+    return pretrained.parent
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["convert", "--help"], ["demo", "--help"]])
+def test_help_answers_at_once_and_imports_neither_torch_nor_the_host(args: list[str]) -> None:
+    script = (
+        "import sys\nfrom lerobot_parallel.cli.main import main\n"
+        f"main({args!r}, standalone_mode=False)\n"
+        "assert not {'torch', 'lerobot', 'numpy', 'draccus'} & set(sys.modules), sys.modules.keys()"
+    )
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        times.append(time.monotonic() - started)
+    assert min(times) < 0.5
+
+
+def test_commands_and_version() -> None:
+    assert run("--version").stdout == f"lerobot-parallel, version {lerobot_parallel.__version__}\n"
+    help_text = run("--help").stdout
+    assert [line.split()[0] for line in help_text.split("Commands:\n")[1].splitlines()] == ["convert", "demo"]
+
+
+def test_options_are_the_ones_decided_on() -> None:
+    """Adding one is a decision."""
+    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "demo")}
+    assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
+        "convert": ["checkpoint", "--output", "--delete-dcp", "--verify", "--json"],
+        "demo": ["--dir", "--json"],
+    }
+
+
+@pytest.mark.parametrize("args", [["bogus"], ["convert"], ["convert", "x", "--bogus"], ["--bogus"]])
+def test_wrong_usage_exits_with_2(args: list[str]) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_convert_prints_what_it_wrote(checkpoint: Path) -> None:
+    result = run("convert", checkpoint, "--verify")
+    path = checkpoint / "pretrained_model" / "model.safetensors"
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"wrote {path}: 1 tensors, {path.stat().st_size} bytes, ")
+    assert result.stdout.endswith(" seconds, verified\n")
+    assert result.stderr == ""
+
+
+def test_convert_json(checkpoint: Path, tmp_path: Path) -> None:
+    result = run("convert", tmp_path / "run", "--output", tmp_path / "out", "--json")
+    path = tmp_path / "out" / "model.safetensors"
+    printed = json.loads(result.stdout)
+    assert printed.pop("seconds") > 0
+    assert printed == {
+        "path": str(path),
+        "tensors": 1,
+        "bytes": path.stat().st_size,
+        "converted": True,
+        "verified": False,
+        "deleted_dcp": False,
+    }
+
+
+def test_convert_deletes_the_shards_once_and_then_has_nothing_to_do(checkpoint: Path) -> None:
+    assert "verified, shards deleted" in run("convert", checkpoint, "--delete-dcp").stdout
+    result = run("convert", checkpoint, "--delete-dcp")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("nothing to convert: ")
+    assert not (checkpoint / "pretrained_model" / "pytorch_model_fsdp_0").exists()
+
+
+def one_line(result: Result) -> str:
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_refusals_are_one_line_and_exit_with_1(checkpoint: Path, tmp_path: Path) -> None:
+    shards = checkpoint / "pretrained_model" / "pytorch_model_fsdp_0"
+    assert f"{tmp_path / 'nothing'}: there is no such file" in one_line(run("convert", tmp_path / "nothing"))
+    assert "--output" in one_line(run("convert", checkpoint, "--output", tmp_path))
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in one_line(run("convert", checkpoint, "--output", tmp_path / "file" / "out"))
+    (shards / "__0_0.distcp").write_bytes(b"")
+    assert f"{shards / '__0_0.distcp'}: is truncated" in one_line(run("convert", checkpoint))
+    (shards / ".metadata").write_bytes(b"cos\nsystem\n(Vtrue\ntR.")
+    assert "asks for os.system" in one_line(run("convert", checkpoint))
+
+
+def test_a_bug_is_not_dressed_up_as_a_refusal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lerobot_parallel.checkpoint import convert
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(convert, "convert", broken)
+    assert isinstance(CliRunner().invoke(main, ["convert", str(checkpoint)]).exception, ValueError)
+
+
+@pytest.mark.slow
+def test_installed_command_converts_and_refuses(checkpoint: Path) -> None:
+    done = subprocess.run([*MODULE, "convert", checkpoint, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tensors"] == 1
+    assert done.stderr == ""
+    failed = subprocess.run([*MODULE, "convert", checkpoint / "nothing"], capture_output=True, text=True)
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
+
+
+def test_demo_refuses_a_used_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--dir" in one_line(run("demo", "--dir", tmp_path))
+    with pytest.raises(ConfigError, match="exists already"):
+        demo._fresh(tmp_path / "file")
+
+
+def test_demo_keeps_the_global_batch_on_every_topology() -> None:
+    assert {demo.GLOBAL_BATCH % topology.processes for topology in (demo.FIRST, demo.SECOND)} == {0}
+    assert str(demo.SECOND) == "HSDP on 4 processes (dp_replicate=2, dp_shard=2)"
+
+
+def test_demo_stage_that_fails_shows_its_log_and_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_MAKE_DATASET", "print('what happened')\nraise SystemExit(3)")
+    result = run("demo", "--dir", tmp_path / "demo")
+    assert result.exit_code == 1
+    assert "what happened" in result.stderr
+    assert f"the stage 'dataset' exited with 3; its log: {tmp_path / 'demo' / 'logs' / 'dataset.log'}" in result.stderr
+
+
+def test_demo_stage_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "STAGE_LIMIT_S", 0.2)
+    stages = demo._Demo(tmp_path)
+    with pytest.raises(click.ClickException, match="took more than"):
+        stages._call("sleep", [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+@pytest.mark.slow
+def test_demo_around_its_training(tmp_path: Path) -> None:
+    """Dataset, convert and load, on a checkpoint of other software in place of the two trainings."""
+    stages = demo._Demo(tmp_path)
+    assert stages.make_dataset().saw == "6 episodes, 180 frames"
+    shutil.copytree(copy_peer(tmp_path / "copy") / "fsdp2", stages.run / "checkpoints")
+    (stages.run / "checkpoints" / "last").symlink_to("000004")
+    assert stages.convert().saw.endswith(" 201120 bytes in model.safetensors, verified")
+    assert "max |weight - shard| = 0, select_action = [" in stages.load().saw

@@ -1,0 +1,1 @@
+"""What the tests stand on: cheap worlds of processes, real commands, small data and a nasty policy."""
