@@ -28,13 +28,22 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
 WARNING = "lerobot-parallel: "
 
-HOST_DISCOVERY = "def register_third_party_plugins():\n    print('host discovers', flush=True)\n"
+# Lines are written in one piece: torchrun's workers are unbuffered, where `print` writes the text and the line's end
+# apart, and those of two workers interleave.
+HOST_DISCOVERY = """
+import sys
+
+def register_third_party_plugins():
+    sys.stdout.write("host discovers\\n")
+    sys.stdout.flush()
+"""
 HOST_TRAIN = """
+import sys
 import torch
 from lerobot.utils.import_utils import register_third_party_plugins
 
 def train(*args):
-    print("host trains", flush=True)
+    sys.stdout.write("host trains\\n")
 
 def main():
     register_third_party_plugins()
@@ -47,7 +56,7 @@ if __name__ == "__main__":
 STAND_IN_COMMAND = """
 import sys, types
 command = types.ModuleType("lerobot_parallel.training.command")
-command.train = lambda: print("we train", flush=True)
+command.train = lambda: sys.stdout.write("we train\\n") and None
 sys.modules[command.__name__] = command
 """
 BROKEN_COMMAND = "import sys\nsys.modules['lerobot_parallel.training.command'] = None\n"

@@ -391,7 +391,8 @@ def _storage_info(record: object) -> _StorageInfo:
         raise _Problem(f"{name!r} is not the name of a file beside it")
     if fields.get("transform_descriptors"):
         raise _Problem(f"{name!r} is compressed or transformed, which is not supported")
-    offset, length = (_typed(fields.get(part), int, f"the {part} of an item in {name!r}") for part in ("offset", "length"))
+    offset = _typed(fields.get("offset"), int, f"the offset of an item in {name!r}")
+    length = _typed(fields.get("length"), int, f"the length of an item in {name!r}")
     if offset < 0 or length < 0:
         raise _Problem(f"an item in {name!r} has the offset {offset} and the length {length}")
     return _StorageInfo(name, offset, length)

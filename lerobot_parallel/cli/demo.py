@@ -39,7 +39,7 @@ for _ in range(6):
     for _ in range(30):
         action = np.tanh(goal @ weights - state)
         frame = {"observation.state": state, "observation.environment_state": goal, "action": action}
-        dataset.add_frame({name: value.astype(np.float32) for name, value in frame.items()} | {"task": "reach the goal"})
+        dataset.add_frame({name: value.astype(np.float32) for name, value in frame.items()} | {"task": "reach"})
         state = state + 0.2 * action
     dataset.save_episode()
 dataset.finalize()
@@ -102,7 +102,7 @@ class Stage:
 
 
 @click.command()
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="A new directory to work in. [default: temporary]")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="A new directory; else a temporary one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def command(folder: Path | None, as_json: bool) -> None:
     """Show the whole story on this machine, without a download.

@@ -11,8 +11,14 @@ from types import MethodType
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from lerobot_parallel.config.errors import ConfigError
@@ -97,22 +103,18 @@ def upcast_trainable(policy: nn.Module) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def _compute_dtypes(policy: nn.Module, precision: str) -> dict[int, torch.dtype]:
-    """The dtype in which each parameter computes, by id of the parameter *before* it is moved or cast.
+def _compute_dtypes(policy: nn.Module, precision: str) -> dict[str, torch.dtype]:
+    """The dtype in which each parameter computes, by FQN; asked before trainable parameters are upcast.
 
-    Without mixed precision that is the dtype the policy gave it. With bf16 it is bf16, but for the fp32
-    parameters of a policy that also has narrower ones: that policy keeps them in fp32 on purpose.
+    Without mixed precision that is the dtype it is kept in, fp32 for trainable ones, which is also what code
+    that reads `weight.dtype` sees. With bf16 it is bf16, but for the fp32 parameters of a policy that has
+    narrower ones too: that policy keeps them in fp32 on purpose.
     """
-    floating = {id(p): p.dtype for p in policy.parameters() if p.is_floating_point()}
+    floating = {n: p for n, p in policy.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     if precision == "no":
-        return _by_name(policy, floating)
-    mixed = any(dtype.itemsize < 4 for dtype in floating.values())
-    kept = {key: torch.float32 if mixed and dtype.itemsize >= 4 else torch.bfloat16 for key, dtype in floating.items()}
-    return _by_name(policy, kept)
-
-
-def _by_name(policy: nn.Module, by_id: dict[int, torch.dtype]) -> dict[str, torch.dtype]:
-    return {n: by_id[id(p)] for n, p in policy.named_parameters(remove_duplicate=False) if id(p) in by_id}
+        return {name: torch.float32 if p.requires_grad else p.dtype for name, p in floating.items()}
+    mixed = any(p.dtype.itemsize < 4 for p in floating.values())
+    return {n: torch.float32 if mixed and p.dtype.itemsize >= 4 else torch.bfloat16 for n, p in floating.items()}
 
 
 def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:
@@ -138,13 +140,21 @@ def _apply_fully_shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if runtime.fsdp.cpu_offload else OffloadPolicy()
     taken: set[nn.Parameter] = set(ignored)
 
-    def shard(modules: list[nn.Module], *, reshard: bool | None) -> None:
+    def shard(modules: list[nn.Module], *, reshard: bool) -> None:
         mine = [p for module in modules for p in module.parameters() if p not in taken]
-        main = Counter(dtype_of[p] for p in mine if p in dtype_of).most_common(1)
-        dtype = main[0][0] if main else torch.float32
-        for odd_dtype, leaves in _odd_leaves(modules, dtype, dtype_of, taken).items():
-            fully_shard(leaves, mesh=mesh, reshard_after_forward=reshard, mp_policy=_precision(odd_dtype), offload_policy=offload, ignored_params=ignored)
-        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=_precision(dtype), offload_policy=offload, ignored_params=ignored)
+        counts = Counter(dtype_of[p] for p in mine if p in dtype_of)
+        main = counts.most_common(1)[0][0] if counts else torch.float32
+        odd = _odd_leaves(modules, main, dtype_of, taken, apart=modules == [policy])
+        carved = {id(leaf) for leaves in odd for leaf in leaves[1]}
+        for dtype, group in [*odd, (main, [m for m in modules if id(m) not in carved])]:
+            fully_shard(
+                group,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=_precision(dtype),
+                offload_policy=offload,
+                ignored_params=ignored,
+            )
         taken.update(mine)
 
     for unit in plan.units:
@@ -153,19 +163,19 @@ def _apply_fully_shard(
 
 
 def _odd_leaves(
-    modules: Iterable[nn.Module], dtype: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter]
-) -> dict[torch.dtype, list[nn.Module]]:
-    """Modules of a unit whose own parameters all compute in another dtype than the unit, by that dtype.
+    modules: list[nn.Module], main: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter], *, apart: bool
+) -> list[tuple[torch.dtype, list[nn.Module]]]:
+    """Leaf modules of a unit whose own parameters all compute in another dtype than most of it.
 
-    `fully_shard` casts a whole communication group to one dtype, so they form a group of their own.
+    `fully_shard` casts a whole communication group to one dtype, so they form groups of their own. The modules
+    of a group must run together: those of one unit do, those of the root are each on their own.
     """
-    leaves: dict[torch.dtype, list[nn.Module]] = {}
-    roots = {id(module) for module in modules}
-    for module in (m for root in modules for m in root.modules()):
+    leaves: dict[tuple[torch.dtype, int], list[nn.Module]] = {}
+    for module in (m for root in modules for m in root.modules() if not any(m.children())):
         own = {dtype_of[p] for p in module.parameters(recurse=False) if p in dtype_of and p not in taken}
-        if len(own) == 1 and (odd := next(iter(own))) != dtype and id(module) not in roots and not any(module.children()):
-            leaves.setdefault(odd, []).append(module)
-    return leaves
+        if len(own) == 1 and main not in own:
+            leaves.setdefault((own.pop(), id(module) if apart else 0), []).append(module)
+    return [(dtype, group) for (dtype, _), group in leaves.items()]
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -188,14 +198,20 @@ def _register_forward_methods(policy: nn.Module, names: Iterable[str], autocast:
             finally:
                 depth -= 1
                 if depth == 0:
-                    # The call leaves the root gathered; nothing after it would free it.
-                    policy.reshard()
+                    reshard(policy)
 
         return call
 
     for name in names:
         register_fsdp_forward_method(policy, name)
         setattr(policy, name, MethodType(outermost(getattr(policy, name)), policy))
+
+
+def reshard(policy: nn.Module) -> None:
+    """Free what a forward without backward leaves gathered: the root, and units that do not reshard themselves."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _report(policy: nn.Module, plan: ResolvedPlan) -> ShardReport:

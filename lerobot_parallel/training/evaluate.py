@@ -7,8 +7,8 @@ from lerobot.common.train_utils import get_step_identifier
 from lerobot.envs import close_envs, make_env, make_env_pre_post_processors
 from lerobot.scripts.lerobot_eval import eval_policy_all
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-from torch.distributed.fsdp import FSDPModule
 
+from lerobot_parallel.engine.sharding import reshard
 from lerobot_parallel.training.assemble import Run
 from lerobot_parallel.training.data import to_float_images
 
@@ -23,9 +23,7 @@ def held_out_loss(run: Run) -> float:
             loss, _ = run.policy(run.preprocessor(to_float_images(batch, run.dataset.meta.camera_keys)))
             total += loss
             batches += 1
-    if isinstance(run.policy, FSDPModule):
-        # Without a backward nothing else frees the gathered root.
-        run.policy.reshard()
+    reshard(run.policy)
     run.policy.train()
     return run.accelerator.reduce(total / max(batches, 1), reduction="mean").item()
 

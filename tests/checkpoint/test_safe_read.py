@@ -113,7 +113,7 @@ HOSTILE = {
     "torch.load": lambda marker: Marker(torch.load, str(marker)),
     "torch.hub.load": lambda marker: Marker(torch.hub.load, str(marker), "x"),
     "path method": lambda marker: Marker(Path.touch, marker),
-    "import": lambda marker: Marker(__import__, "antigravity"),
+    "import": lambda marker: Marker(__import__, "this"),
 }
 
 
