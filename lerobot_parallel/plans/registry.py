@@ -45,7 +45,7 @@ def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig) ->
     Raises:
         ConfigError: no plan from user, policy, packages or this project.
     """
-    if fsdp.wrap_modules or fsdp.min_num_params or find_plan(policy_type, policy_class) is not None:
+    if find_plan(policy_type, policy_class) is not None or fsdp.wrap_modules or fsdp.min_num_params:
         return
     raise ConfigError(
         "--policy.type",
