@@ -230,7 +230,7 @@ class _Demo:
             raise click.ClickException(f"{name} reached step {step} of {steps} with {len(losses)} losses, {self.logs}")
         whole, kept = (int(number.replace(",", "")) for number in sizes.groups())
         saw = (
-            f"{topology} of {device}, each keeps {kept / whole:.0%} of {whole:,} parameters",
+            f"{topology}, {device}: each keeps {kept / whole:.0%} of {whole:,} parameters",
             f"step {step}, loss {losses[0]} -> {losses[-1]}",
         )
         facts = {"device": device, "step": step, "losses": losses, "parameters": whole, "parameters_per_rank": kept}

@@ -317,17 +317,27 @@ def test_what_a_user_can_set_is_known_without_torch_or_the_host():
     )
 
 
-def test_parsing_imports_neither_accelerate_nor_cuda():
+def test_parsing_the_flags_imports_neither_torch_nor_accelerate():
     run_python(
         "import sys\n"
         "import draccus\n"
-        "from lerobot_parallel.config.train import ParallelTrainPipelineConfig\n"
-        "args = ['--dataset.repo_id=a/b', '--parallelism.dp_shard=2', '--accelerator.mixed_precision=bf16']\n"
-        "config = draccus.parse(ParallelTrainPipelineConfig, args=args)\n"
-        "assert config.parallelism.dp_shard == 2\n"
-        "import torch\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert 'accelerate' not in sys.modules, 'accelerate'\n"
+        "from lerobot_parallel.config.runtime import AcceleratorConfig\n"
+        "from lerobot_parallel.config.topology import ParallelismConfig\n"
+        "args = ['--mixed_precision=bf16', '--fsdp.wrap_modules=[A]', '--ddp.static_graph=true']\n"
+        "assert draccus.parse(AcceleratorConfig, args=args).fsdp.wrap_modules == ['A']\n"
+        "assert draccus.parse(ParallelismConfig, args=['--dp_shard=2']).dp_shard == 2\n"
+        "assert not {'torch', 'lerobot', 'accelerate'} & set(sys.modules)\n"
+    )
+
+
+def test_the_whole_config_imports_no_more_than_the_hosts_and_no_cuda():
+    run_python(
+        "import sys\n"
+        "import lerobot.configs.train\n"
+        "before = 'accelerate' in sys.modules\n"
+        "import lerobot_parallel.config.train\n"
+        "assert ('accelerate' in sys.modules) == before\n"
+        "assert not sys.modules['torch'].cuda.is_initialized()\n"
     )
 
 

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
 from tests.support.commands import quiet_env
+from tests.support.toy import TOY_PLAN
 from tests.support.world import RankResult, run_world_raw
 
 OURS, HOST = "lerobot_parallel.training.command", "lerobot.scripts.lerobot_train"
@@ -122,3 +127,61 @@ def last_checkpoint(cwd: Path) -> Path:
 
 def weights_file(cwd: Path) -> Path:
     return last_checkpoint(cwd) / "pretrained_model/model.safetensors"
+
+
+QUIET = ["--policy.dropout=0", "--policy.use_vae=false"]
+"""ACT without noise, for comparisons across ranks: the host's own ranks all draw the same noise, ours do not."""
+
+
+def toy_args(dataset: Path, *flags: str, kind: str = "toy_nasty") -> list[str]:
+    """The nasty toy, updated by SGD: Adam would hide wrong factors."""
+    return common_args(
+        dataset,
+        f"--policy.type={kind}",
+        "--policy.device=cpu",
+        "--policy.push_to_hub=false",
+        "--policy.optimizer=sgd",
+        *flags,
+    )
+
+
+def plan_for_toy(kind: str = "toy_nasty") -> None:
+    """In a rank: the toy's plan, as a package would register it."""
+    from lerobot_parallel.plans.builtin import BUILTIN_PLANS
+    from lerobot_parallel.plans.plan import WrapPlan
+
+    BUILTIN_PLANS[kind] = WrapPlan(**TOY_PLAN | {"keep_gathered": ["joint.prefix.{last}"]})
+
+
+def watch_steps(look: Callable[[Any, dict], Any], *, when: str = "after") -> Callable[[], list[Any]]:
+    """In a rank: what `look(run, batch)` saw before or after each step of our loop."""
+    from lerobot_parallel.training import loop
+
+    seen, step = [], loop.train_step
+
+    def watched(run: Any, batch: dict) -> tuple:
+        if when == "before":
+            seen.append(look(run, batch))
+        result = step(run, batch)
+        if when == "after":
+            seen.append(look(run, batch))
+        return result
+
+    loop.train_step = watched
+    return lambda: seen
+
+
+def full_state(run: Any) -> dict[str, torch.Tensor]:
+    """Copies of parameters and persistent buffers, whole. Collective under sharding."""
+    from lerobot_parallel.checkpoint.state import model_state
+
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model_state(run.module).items()}
+    return {name: tensor.detach().clone() for name, tensor in whole.items()}
+
+
+def assert_close(got: Path, expected: Path, atol: float) -> None:
+    """Two weight files; with `atol` 0 they must be equal."""
+    ours, theirs = load_file(got), load_file(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
