@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def convert(
     found = find_source(source)
     output = None if output is None else Path(output)
     if not found.has_shards:
+        if delete_dcp:
+            # A run that was killed between the two has deleted the shards, but not their entries.
+            amend_manifest(found, found.shards)
         return _nothing_to_convert(found, output)
     _check_target(found, output)
     plan = plan_files(
@@ -106,8 +110,11 @@ def convert(
         "progress": counted(progress, plan.nbytes * (2 if verify else 1)),
     }
     files = _write(found, plan, output, options)
+    if output is None:
+        amend_manifest(found, *_weights_paths(found.pretrained))
     if delete_dcp:
         delete_directory(found.shards)
+        amend_manifest(found, found.shards)
     seconds = time.monotonic() - started
     done = {"converted": True, "verified": verify, "deleted_dcp": delete_dcp}
     return replace(result, files=tuple(files), seconds=seconds, **done)
@@ -120,6 +127,22 @@ def _write(source: Source, plan: Plan, output: Path | None, options: dict[str, A
         if source.pretrained is not None:
             copy_files(layout.companion_files(source.pretrained), folder)
         return write_into(folder, plan, **options)
+
+
+def _weights_paths(pretrained: Path) -> list[Path]:
+    """Everything that writing may have made, replaced or removed."""
+    parts = [path for path in pretrained.iterdir() if layout.is_weights_part(path.name)]
+    return [pretrained / layout.MODEL_FILE, pretrained / layout.MODEL_INDEX, *parts]
+
+
+def amend_manifest(source: Source, *changed: Path) -> None:
+    """The manifest, where there is one, lists what is there now."""
+    if source.checkpoint is None or not source.checkpoint.manifest.exists():
+        return
+    with suppress(ImportError):
+        from lerobot_parallel.checkpoint.manifest import amend
+
+        amend(source.checkpoint, changed)
 
 
 def _result(source: Source, plan: Plan, folder: Path) -> ConvertResult:

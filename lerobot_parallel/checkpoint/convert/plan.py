@@ -125,12 +125,12 @@ def _tensor(name: str, key: str, shards: Path, metadata: Metadata, dtype: torch.
         raise CheckpointError(
             shards / layout.SHARD_METADATA, f"{key!r} is {stored}, which {layout.MODEL_FILE} cannot hold"
         )
-    chunks = tuple(_chunks(key, shards, metadata))
+    chunks = tuple(stored_chunks(key, shards, metadata))
     wanted = dtype if dtype is not None and stored.is_floating_point else stored
     return PlannedTensor(name, tuple(entry.size), stored, wanted, chunks)
 
 
-def _chunks(key: str, shards: Path, metadata: Metadata) -> Iterator[StoredChunk]:
+def stored_chunks(key: str, shards: Path, metadata: Metadata) -> Iterator[StoredChunk]:
     """Each distinct chunk that holds something, once: replicas may have been listed twice."""
     entry = tensor_entries(metadata)[key]
     boxes = {(c.offsets, c.sizes): c for c in entry.chunks if math.prod(c.sizes)}

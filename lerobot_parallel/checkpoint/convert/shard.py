@@ -37,7 +37,7 @@ from lerobot_parallel.checkpoint.convert.files import (
     new_directory,
     write_bytes,
 )
-from lerobot_parallel.checkpoint.convert.merge import check_output
+from lerobot_parallel.checkpoint.convert.merge import amend_manifest, check_output
 from lerobot_parallel.checkpoint.convert.plan import plan_files
 from lerobot_parallel.checkpoint.convert.source import Source, find_source
 from lerobot_parallel.checkpoint.convert.weights import FileTensor, WeightsHeader, read_header
@@ -104,6 +104,7 @@ def to_dcp(
     if output is None:
         with new_directory(target) as folder:
             _write(headers, folder, jobs or default_jobs(), verify, step)
+        amend_manifest(found, target)
     else:
         with new_directory(output) as folder:
             copy_files(layout.companion_files(found.pretrained), folder)
