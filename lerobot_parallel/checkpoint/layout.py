@@ -22,6 +22,7 @@ SOURCE_HEADER = "source_header.bin"
 """In shards made from a weights file: that file's header, so that the way back gives the same bytes."""
 POLICY_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 MODEL_CARD = "README.md"
 PROCESSOR_CONFIGS = "policy_*processor.json"
 """Matches the configs of both processors."""
@@ -112,6 +113,11 @@ class Checkpoint:
 
 def checkpoints_dir(output_dir: Path) -> Path:
     return output_dir / CHECKPOINTS_DIR
+
+
+def published_dir(output_dir: Path) -> Path:
+    """What goes to the hub at the end of a run; it stays where that fails."""
+    return output_dir / "published_model"
 
 
 def last_link(output_dir: Path) -> Path:

@@ -191,7 +191,7 @@ def _check_deletion(source: Source, plan: Plan, output: Path | None, dtype: str 
 
 
 def _nothing_to_convert(source: Source, output: Path | None) -> ConvertResult:
-    paths = source.weights()
+    paths = source.weights() or source.adapter()
     if not paths:
         where = source.pretrained or source.path
         raise CheckpointError(where, f"holds neither {layout.MODEL_SHARDS} nor {layout.MODEL_FILE}")
@@ -199,7 +199,7 @@ def _nothing_to_convert(source: Source, output: Path | None) -> ConvertResult:
         raise ConfigError("--output", output, "there are no shards to convert", f"copy {source.pretrained}")
     tensors = sum(count_tensors(path) for path in paths)
     files = tuple(WrittenFile(path.name, path.stat().st_size, "") for path in paths)
-    whole = paths[0] if paths[0].name == layout.MODEL_FILE else source.pretrained / layout.MODEL_INDEX
+    whole = source.pretrained / layout.MODEL_INDEX if layout.is_weights_part(paths[0].name) else paths[0]
     return ConvertResult(source.path, whole, files, tensors, sum(file.bytes for file in files), 0.0)
 
 

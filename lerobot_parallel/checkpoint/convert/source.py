@@ -38,6 +38,11 @@ class Source:
             return [single] if single.is_file() else []
         return _listed(index)
 
+    def adapter(self) -> list[Path]:
+        """The file of adapters, where there is one in place of whole weights."""
+        path = self.pretrained / layout.ADAPTER_FILE if self.pretrained is not None else None
+        return [path] if path is not None and path.is_file() else []
+
     def tied(self) -> list[list[str]]:
         """Groups of names of one weight each, as the manifest of the checkpoint lists them; shards do not say."""
         try:
@@ -80,7 +85,7 @@ def _foreign(path: Path) -> Source | None:
     path = path.absolute()
     if (path / layout.SHARD_METADATA).is_file():
         return Source(path, path, None, None)
-    parts = (layout.MODEL_SHARDS, layout.MODEL_FILE, layout.MODEL_INDEX)
+    parts = (layout.MODEL_SHARDS, layout.MODEL_FILE, layout.MODEL_INDEX, layout.ADAPTER_CONFIG)
     if path.is_dir() and any((path / part).exists() for part in parts):
         return Source(path, path / layout.MODEL_SHARDS, path, None)
     return None
