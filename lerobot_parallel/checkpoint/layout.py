@@ -3,6 +3,7 @@
 The names are the host's own where it has one, and those of its later releases for sharded runs.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,16 @@ TRAINING_STATE_DIR = "training_state"
 
 MODEL_SHARDS = "pytorch_model_fsdp_0"
 MODEL_FILE = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+"""Which tensor is in which file, where the weights are in several (the layout of transformers and huggingface_hub)."""
+SOURCE_HEADER = "source_header.bin"
+"""In shards made from a weights file: that file's header, so that the way back gives the same bytes."""
 POLICY_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+MODEL_CARD = "README.md"
+PROCESSOR_CONFIGS = "policy_*processor.json"
+"""Matches the configs of both processors."""
 TRAIN_CONFIG = "train_config.json"
 
 OPTIMIZER_SHARDS = "optimizer_0"
@@ -24,6 +34,8 @@ OPTIMIZER_GROUPS = "optimizer_param_groups.json"
 SCHEDULER_FILE = "scheduler_state.json"
 RNG_FILE = "rng_state.safetensors"
 STEP_FILE = "training_step.json"
+RANK_RNG_FILES = "rng_state_rank_*.safetensors"
+"""Matches the files of `Checkpoint.rank_rng_file`."""
 
 MANIFEST = "manifest.json"
 SHARD_METADATA = ".metadata"
@@ -103,6 +115,11 @@ def checkpoints_dir(output_dir: Path) -> Path:
     return output_dir / CHECKPOINTS_DIR
 
 
+def published_dir(output_dir: Path) -> Path:
+    """What goes to the hub at the end of a run; it stays where that fails."""
+    return output_dir / "published_model"
+
+
 def last_link(output_dir: Path) -> Path:
     return checkpoints_dir(output_dir) / LAST_LINK
 
@@ -128,12 +145,30 @@ def discard_path(target: Path) -> Path:
     return target.with_name(_DISCARD_PREFIX + target.name)
 
 
+def weights_file(number: int, total: int) -> str:
+    """The name of one of `total` files of weights; numbers begin at 1."""
+    return MODEL_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def is_weights_part(name: str) -> bool:
+    """Whether this is one of several files of weights."""
+    return re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name) is not None
+
+
+def shard_file(number: int) -> str:
+    """The name that torch gives to a file of shards that rank 0 writes."""
+    return f"__0_{number}.distcp"
+
+
 def companion_files(pretrained: Path) -> list[Path]:
     """The files that go with the weights: configs, processors, cards; no weights and no hidden files."""
     return sorted(
         path
         for path in pretrained.iterdir()
-        if path.is_file() and path.name != MODEL_FILE and not path.name.startswith(".")
+        if path.is_file()
+        and path.name not in (MODEL_FILE, MODEL_INDEX)
+        and not is_weights_part(path.name)
+        and not path.name.startswith(".")
     )
 
 

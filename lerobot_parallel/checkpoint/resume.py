@@ -1,6 +1,7 @@
 """Resume in two phases: the step before the model is sharded; weights, optimizer and scheduler after."""
 
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ from lerobot_parallel.checkpoint.state import (
     tied_names,
 )
 from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.engine.topology import rank_from_env
 
 
 def check_resumable(checkpoint: Checkpoint) -> Progress:
@@ -37,15 +39,25 @@ def check_resumable(checkpoint: Checkpoint) -> Progress:
     for path in (checkpoint.policy_config, checkpoint.train_config, checkpoint.step_file):
         if not path.is_file():
             _refuse(checkpoint, f"is no complete checkpoint, {path.relative_to(checkpoint.path)} is missing")
-    checkpoint_format = _saved_format(checkpoint)
-    expected = {"safetensors": checkpoint.model_file, "dcp": checkpoint.model_shards / SHARD_METADATA}
-    for kind in checkpoint_format.split("_"):
-        if kind in expected and not expected[kind].is_file() and not _is_adapter(checkpoint):
-            missing = expected[kind].relative_to(checkpoint.path)
-            _refuse(checkpoint, f"lacks {missing}, which its config (checkpoint_format={checkpoint_format}) says it has")
+    _check_weights(checkpoint, _saved_format(checkpoint))
     if not has_sharded_optimizer(checkpoint) and not checkpoint.optimizer_file.is_file():
         _refuse(checkpoint, "has no optimizer state")
     return Progress.read(checkpoint)
+
+
+def _check_weights(checkpoint: Checkpoint, checkpoint_format: str) -> None:
+    """Weights in another format than the config says will do: `convert` may have been told to delete the shards."""
+    expected = {"safetensors": checkpoint.model_file, "dcp": checkpoint.model_shards / SHARD_METADATA}
+    missing = [kind for kind in checkpoint_format.split("_") if kind in expected and not expected[kind].is_file()]
+    if not missing or _is_adapter(checkpoint):
+        return
+    path = expected[missing[0]].relative_to(checkpoint.path)
+    said = f"lacks {path}, which its config (checkpoint_format={checkpoint_format}) says it has"
+    others = [path.relative_to(checkpoint.path) for path in expected.values() if path.is_file()]
+    if not others:
+        _refuse(checkpoint, said)
+    if rank_from_env() == 0:
+        logging.warning("%s %s; resuming from %s", checkpoint.path, said, others[0])
 
 
 def _saved_format(checkpoint: Checkpoint) -> str:

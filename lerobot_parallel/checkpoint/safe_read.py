@@ -88,7 +88,8 @@ def read_tensor(directory: Path, metadata: Metadata, key: str) -> torch.Tensor:
     for chunk in entry.chunks:
         place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        whole[place].copy_(_read_chunk(directory / info.relative_path, info, key, chunk.sizes, whole.dtype))
+        path = directory / info.relative_path
+        whole[place].copy_(load_chunk(path, info.offset, info.length, key, chunk.sizes, whole.dtype))
     return whole
 
 
@@ -177,11 +178,16 @@ def _described(error: BaseException) -> str:
     return f"cannot be read ({type(error).__name__}: {first_line[:200]})"
 
 
-def _read_chunk(path: Path, info: _StorageInfo, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def load_chunk(path: Path, offset: int, length: int, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in one item of a shard, through torch and in memory.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not of the size and dtype that the metadata says.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(info.offset)
-            tensor = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+            file.seek(offset)
+            tensor = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(path, f"{key!r} {_described(error)}") from error
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:

@@ -9,6 +9,8 @@ from lerobot_parallel.config.errors import ConfigError
 
 _COMMANDS = {
     "convert": "lerobot_parallel.cli.convert",
+    "inspect": "lerobot_parallel.cli.inspect",
+    "doctor": "lerobot_parallel.cli.doctor",
     "demo": "lerobot_parallel.cli.demo",
 }
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lerobot.common.train_utils import push_checkpoint_to_hub, should_save_checkpoint
+from lerobot.common.train_utils import should_save_checkpoint
 from lerobot.utils.utils import has_method, inside_slurm
 from tqdm import tqdm
 
@@ -18,6 +18,7 @@ from lerobot_parallel.training.assemble import Run, start_noise
 from lerobot_parallel.training.data import endless, to_float_images
 from lerobot_parallel.training.evaluate import evaluate_in_environment, held_out_loss
 from lerobot_parallel.training.metrics import StepMetrics
+from lerobot_parallel.training.publish import upload_checkpoint
 
 
 def train_loop(run: Run) -> None:
@@ -145,7 +146,7 @@ def _save(run: Run, *, steps_done: int) -> None:
     with raised_together(f"uploading {directory}"):
         if run.accelerator.is_main_process:
             if cfg.save_checkpoint_to_hub:
-                push_checkpoint_to_hub(directory, cfg.policy.repo_id, private=cfg.policy.private)
+                upload_checkpoint(directory, cfg)
             if run.wandb is not None:
                 run.wandb.log_policy(directory)
 

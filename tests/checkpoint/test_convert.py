@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lerobot_parallel.checkpoint import convert as convert_module
 from lerobot_parallel.checkpoint import layout
-from lerobot_parallel.checkpoint.convert import ConvertResult, convert
+from lerobot_parallel.checkpoint.convert import ConvertResult, WrittenFile, convert
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.config.errors import ConfigError
 from tests.support.datasets import copy_peer, peer_dir
@@ -147,7 +147,17 @@ def test_file_equals_what_safetensors_writes_itself(tmp_path: Path, world: str) 
     expected = safetensors.torch.save(tensors(), {"format": "pt"})
     assert checkpoint.model_file.read_bytes() == expected
     assert result == ConvertResult(
-        checkpoint.model_file, len(tensors()), len(expected), result.seconds, True, True, False
+        source=checkpoint.path,
+        path=checkpoint.model_file,
+        files=(WrittenFile("model.safetensors", len(expected), f"{zlib.crc32(expected):08x}"),),
+        tensors=len(tensors()),
+        bytes=len(expected),
+        seconds=result.seconds,
+        converted=True,
+        verified=True,
+        deleted_dcp=False,
+        tied={},
+        left_out={},
     )
     assert sorted(path.name for path in checkpoint.pretrained.iterdir()) == [
         "config.json",
@@ -310,22 +320,20 @@ def test_delete_dcp_verifies_and_then_removes_the_shards(tmp_path: Path) -> None
     assert (again.converted, again.tensors, again.path) == (False, 2, checkpoint.model_file)
 
 
-def flip(write: Callable) -> Callable:
-    """A disk that stores one wrong byte."""
+def a_disk_that_stores_one_wrong_byte(write: Callable) -> Callable:
+    def pwrite(descriptor: int, data: bytes, position: int) -> int:
+        count = write(descriptor, data, position)
+        if bytes(data[:4]) == torch.ones(1).numpy().tobytes():
+            write(descriptor, b"\x01", position)
+        return count
 
-    def flipped(plan: object, file: object, progress: object) -> None:
-        write(plan, file, progress)
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x01")
-        file.flush()
-
-    return flipped
+    return pwrite
 
 
 def test_file_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = small(tmp_path)
     checkpoint.model_file.write_bytes(b"old")
-    monkeypatch.setattr(convert_module, "_write_weights", flip(convert_module._write_weights))
+    monkeypatch.setattr(os, "pwrite", a_disk_that_stores_one_wrong_byte(os.pwrite))
     with pytest.raises(CheckpointError, match="'b' reads back differently"):
         convert(checkpoint.path, delete_dcp=True)
     assert checkpoint.model_file.read_bytes() == b"old"
@@ -342,7 +350,7 @@ def test_full_disk_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.Monk
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OSError, match="No space left"):
         convert(checkpoint.path, output=target)
@@ -373,7 +381,8 @@ def test_damaged_shard_leaves_the_old_file(tmp_path: Path) -> None:
 
 BAD_STATES = {
     "a value that is no tensor": ({"model": {"a": torch.ones(1), "extra": 3}}, "'model.extra' is no tensor"),
-    "another part": ({"model": {"a": torch.ones(1)}, "ema": {"a": torch.ones(1)}}, "'ema.a' is not in the 'model' part"),
+    "two models": ({"a": {"model": {"a": torch.ones(1)}}, "b": {"model": {"a": torch.ones(1)}}}, "more than one model: a.model"),
+    "no model": ({"optimizer": {"a": torch.ones(1)}}, "holds no tensors of a model"),
     "a dtype without a name": ({"model": {"a": torch.ones(1, dtype=torch.complex128)}}, "complex128"),
     "a reserved name": ({"model": {"__metadata__": torch.ones(1)}}, "'__metadata__', which is taken"),
     "one name twice": ({"model": {"a": torch.ones(1), "_orig_mod.a": torch.ones(1)}}, "'a', which is taken"),
@@ -405,8 +414,9 @@ def test_damaged_file_and_no_shards_is_not_called_done(tmp_path: Path) -> None:
 
 def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    convert(small(tmp_path).path, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(24, 40), (40, 40)]
+    result = convert(small(tmp_path).path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (result.bytes, result.bytes)
 
 
 class TestLayout:

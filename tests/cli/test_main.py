@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import click
@@ -59,7 +60,10 @@ def test_options_are_the_ones_decided_on() -> None:
     """Adding one is a decision."""
     commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "demo")}
     assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
-        "convert": ["checkpoint", "--output", "--delete-dcp", "--verify", "--json"],
+        "convert": [
+            *("checkpoint", "--output", "--dtype", "--max-shard-size", "--delete-dcp", "--verify", "--jobs", "--to"),
+            *("--push-to-hub", "--private", "--dry-run", "--json"),
+        ],
         "demo": ["--dir", "--json"],
     }
 
@@ -74,8 +78,8 @@ def test_convert_prints_what_it_wrote(checkpoint: Path) -> None:
     result = run("convert", checkpoint, "--verify")
     path = checkpoint / "pretrained_model" / "model.safetensors"
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"wrote {path}: 1 tensors, {path.stat().st_size} bytes, ")
-    assert result.stdout.endswith(" seconds, verified\n")
+    assert result.stdout.startswith(f"wrote {path}: 1 tensors, {path.stat().st_size} B, ")
+    assert result.stdout.endswith("B/s, verified\n")
     assert result.stderr == ""
 
 
@@ -85,13 +89,19 @@ def test_convert_json(checkpoint: Path, tmp_path: Path) -> None:
     printed = json.loads(result.stdout)
     assert printed.pop("seconds") > 0
     assert printed == {
+        "source": str(checkpoint),
         "path": str(path),
+        "files": [{"name": path.name, "bytes": path.stat().st_size, "crc32": f"{zlib.crc32(path.read_bytes()):08x}"}],
         "tensors": 1,
         "bytes": path.stat().st_size,
         "converted": True,
         "verified": False,
         "deleted_dcp": False,
+        "tied": {},
+        "left_out": {},
+        "dry_run": False,
     }
+    assert result.stderr.startswith(f"taking {checkpoint}\n")
 
 
 def test_convert_deletes_the_shards_once_and_then_has_nothing_to_do(checkpoint: Path) -> None:
@@ -135,6 +145,6 @@ def test_installed_command_converts_and_refuses(checkpoint: Path) -> None:
     done = subprocess.run([*MODULE, "convert", checkpoint, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == 1
-    assert done.stderr == ""
+    assert done.stderr.startswith("wrote ")
     failed = subprocess.run([*MODULE, "convert", checkpoint / "nothing"], capture_output=True, text=True)
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
