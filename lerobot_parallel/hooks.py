@@ -199,9 +199,11 @@ def engine_requested(argv: list[str]) -> bool:
     try:
         from lerobot.configs.parser import parse_arg
 
+        from lerobot_parallel.config.source import config_file
+
         config_path = parse_arg("config_path", argv)
-        config_file = _config_file(config_path) if config_path else None
-        return config_file is not None and not _KEYS.isdisjoint(_read_config(config_file))
+        file = config_file(config_path) if config_path else None
+        return file is not None and not _KEYS.isdisjoint(_read_config(str(file)))
     except Exception:
         return False
 
@@ -217,24 +219,3 @@ def _read_config(path: str) -> dict:
 
     with draccus.config_type("json"), open(path, encoding="utf-8") as file:
         return load_config(file, file=path)
-
-
-def _config_file(config_path: str) -> str | None:
-    """The file that the host would read for a `--config_path`: itself, the one in a directory, or one of the hub."""
-    if not os.path.exists(config_path):
-        return _hub_config_file(config_path)
-    file = os.path.join(config_path, "train_config.json") if os.path.isdir(config_path) else config_path
-    return file if os.path.isfile(file) else None
-
-
-def _hub_config_file(repo_id: str) -> str | None:
-    """The config of a training repo, or where the run was interrupted, of its latest checkpoint."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-    from lerobot.utils.hub import find_latest_hub_checkpoint
-
-    try:
-        return hf_hub_download(repo_id, "train_config.json")
-    except HfHubHTTPError:
-        latest = find_latest_hub_checkpoint(repo_id)
-        return latest and hf_hub_download(repo_id, f"{latest}/pretrained_model/train_config.json")
