@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ParallelismConfig": "lerobot_parallel.config.topology",
     "AcceleratorConfig": "lerobot_parallel.config.runtime",
+    "CheckpointConfig": "lerobot_parallel.config.checkpointing",
     "ParallelTrainPipelineConfig": "lerobot_parallel.config.train",
     "ConfigError": "lerobot_parallel.config.errors",
     "WrapPlan": "lerobot_parallel.plans.plan",

@@ -1,6 +1,7 @@
 """Names and paths of a checkpoint on disk; nothing else knows a file name.
 
-The names are the host's own where it has one, and those of its later releases for sharded runs.
+The names are the host's own where it has one, and those of its later releases for sharded runs. Those by which
+a config is found stand in `config.source`, which knows no checkpoints.
 """
 
 import re
@@ -8,10 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.source import (
+    CHECKPOINTS_DIR,
+    LAST,
+    PRETRAINED_DIR,
+    TRAIN_CONFIG,
+    follow_pointer,
+    read_pointer,
+    steps_in,
+)
 
-CHECKPOINTS_DIR = "checkpoints"
-LAST_LINK = "last"
-PRETRAINED_DIR = "pretrained_model"
+LAST_LINK = LAST
 TRAINING_STATE_DIR = "training_state"
 
 MODEL_SHARDS = "pytorch_model_fsdp_0"
@@ -46,6 +54,7 @@ OPTIMIZER_KEY = "optimizer"
 """The top-level key of the state dict in `OPTIMIZER_SHARDS`."""
 
 _STAGING_PREFIX = ".incoming-"
+_REPLACED_PREFIX = ".replaced-"
 _DISCARD_PREFIX = ".discarded-"
 
 
@@ -76,6 +85,10 @@ class Checkpoint:
         return self.pretrained / POLICY_CONFIG
 
     @property
+    def adapter_config(self) -> Path:
+        return self.pretrained / ADAPTER_CONFIG
+
+    @property
     def train_config(self) -> Path:
         return self.pretrained / TRAIN_CONFIG
 
@@ -101,6 +114,11 @@ class Checkpoint:
 
     def rank_rng_file(self, rank: int) -> Path:
         return self.training_state / f"rng_state_rank_{rank:05d}.safetensors"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the directory is that of a checkpoint at all."""
+        return self.pretrained.is_dir()
 
     @property
     def step_file(self) -> Path:
@@ -131,13 +149,22 @@ def step_dir(output_dir: Path, total_steps: int, step: int) -> Path:
 
 
 def staging_dir(output_dir: Path, total_steps: int, step: int) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Where a checkpoint is written until it is complete, but for the attempt's own word."""
     return staging_path(step_dir(output_dir, total_steps, step))
 
 
-def staging_path(target: Path) -> Path:
-    """A name beside `target`, on the same file system, that no reader takes for a checkpoint or a part of one."""
-    return target.with_name(_STAGING_PREFIX + target.name)
+def staging_path(target: Path, attempt: str = "") -> Path:
+    """A name beside `target`, on the same file system, that no reader takes for a checkpoint or a part of one.
+
+    With an `attempt`, a word of its own for every try, a process of a dead run that still writes does not
+    write into a later one's.
+    """
+    return target.with_name(f"{_STAGING_PREFIX}{target.name}" + (f"-{attempt}" if attempt else ""))
+
+
+def replaced_path(target: Path) -> Path:
+    """Where a published `target` waits while another takes its name; put back if that other never came."""
+    return target.with_name(_REPLACED_PREFIX + target.name)
 
 
 def discard_path(target: Path) -> Path:
@@ -158,6 +185,21 @@ def is_weights_part(name: str) -> bool:
 def shard_file(number: int) -> str:
     """The name that torch gives to a file of shards that rank 0 writes."""
     return f"__0_{number}.distcp"
+
+
+def leftovers(checkpoints: Path) -> list[Path]:
+    """What attempts that died have left beside the checkpoints; nobody reads it."""
+    prefixes = (_STAGING_PREFIX, _REPLACED_PREFIX, _DISCARD_PREFIX)
+    return sorted(path for path in checkpoints.iterdir() if path.name.startswith(prefixes))
+
+
+def replaced_steps(checkpoints: Path) -> list[tuple[Path, Path]]:
+    """Published step directories that were moved aside for one that never came, each with its own name."""
+    if not checkpoints.is_dir():
+        return []
+    aside = [path for path in checkpoints.iterdir() if re.fullmatch(re.escape(_REPLACED_PREFIX) + r"\d+", path.name)]
+    names = [(path, path.with_name(path.name.removeprefix(_REPLACED_PREFIX))) for path in aside]
+    return [(path, name) for path, name in names if not name.exists()]
 
 
 def companion_files(pretrained: Path) -> list[Path]:
@@ -183,7 +225,7 @@ def locate(path: Path | str, *, flag: str = "checkpoint") -> Checkpoint:
     Raises:
         ConfigError: it is none of these; `flag` is how the text names it.
     """
-    path = Path(path)
+    path = follow_pointer(Path(path))
     if not path.exists():
         raise ConfigError(flag, path, "there is no such file or directory", _WAY_OUT)
     step = _step_of(path)
@@ -209,10 +251,7 @@ def _step_of(path: Path) -> Path | None:
 
 
 def _newest(checkpoints: Path) -> Path | None:
-    last = checkpoints / LAST_LINK
-    if last.exists():
-        return last
-    if not checkpoints.is_dir():
-        return None
-    steps = [path for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
-    return max(steps, key=lambda path: int(path.name), default=None)
+    named = read_pointer(checkpoints / LAST_LINK)
+    if named is not None and (checkpoints / named).is_dir():
+        return checkpoints / LAST_LINK if (checkpoints / LAST_LINK).is_symlink() else checkpoints / named
+    return next(iter(steps_in(checkpoints)), None)

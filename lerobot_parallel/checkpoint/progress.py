@@ -50,6 +50,19 @@ class Progress(BaseModel):
         """Over how many ranks the data was split."""
         return self.dp_world_size or self.num_processes
 
+    def difference(self, degrees: Degrees) -> str | None:
+        """How the topology of now differs from the saved one, as far as that is known."""
+        saved = self.parallelism
+        if saved is None:
+            same = self.data_ranks in (None, degrees.world_size)
+            return None if same else f"{degrees.world_size} ranks instead of {self.data_ranks}"
+        if (saved.dp_replicate, saved.dp_shard) == (degrees.dp_replicate, degrees.dp_shard):
+            return None
+        return (
+            f"dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard} "
+            f"instead of {saved.dp_replicate} x {saved.dp_shard}"
+        )
+
     def write(self, checkpoint: Checkpoint) -> None:
         checkpoint.step_file.write_text(json.dumps(self.model_dump(exclude_none=True), indent=4))
 

@@ -2,18 +2,22 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from lerobot.optim import load_scheduler_state
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lerobot_parallel.checkpoint import safe_read
 from lerobot_parallel.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, SHARD_METADATA, Checkpoint
+from lerobot_parallel.checkpoint.manifest import Manifest
 from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.state import (
@@ -70,7 +74,7 @@ def _saved_format(checkpoint: Checkpoint) -> str:
 
 
 def _is_adapter(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.pretrained / "adapter_config.json").is_file()
+    return checkpoint.adapter_config.is_file()
 
 
 def _refuse(checkpoint: Checkpoint, problem: str) -> None:
@@ -103,10 +107,13 @@ def _load_shards(policy: nn.Module, checkpoint: Checkpoint) -> None:
     directory = checkpoint.model_shards
     saved = safe_read.tensor_entries(safe_read.read_metadata(directory))
     prefix = f"{MODEL_KEY}."
-    shapes = {key.removeprefix(prefix): tuple(entry.size) for key, entry in saved.items() if key.startswith(prefix)}
-    state = model_state(policy)
-    state = _pick_tied(state, shapes, policy)
-    _check_shapes(state, shapes, directory)
+    kinds = {
+        key.removeprefix(prefix): (tuple(entry.size), entry.properties.dtype)
+        for key, entry in saved.items()
+        if key.startswith(prefix)
+    }
+    state = _pick_tied(model_state(policy), kinds, policy)
+    _check_kinds(state, kinds, directory)
     safe_read.load({MODEL_KEY: state}, directory)
 
 
@@ -114,12 +121,12 @@ def _load_file(policy: nn.Module, checkpoint: Checkpoint) -> None:
     path = checkpoint.model_file
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            state = _pick_tied(model_state(policy), shapes, policy)
-            _check_shapes(state, shapes, path)
+            kinds = {name: _kind(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+            state = _pick_tied(model_state(policy), kinds, policy)
+            _check_kinds(state, kinds, path)
             for name, tensor in state.items():
                 _copy_rows(file, name, tensor)
-    except (OSError, SafetensorError) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise CheckpointError(path, f"cannot be read ({error})") from None
 
 
@@ -140,33 +147,58 @@ def _pick_tied(state: dict[str, torch.Tensor], saved: Iterable[str], policy: nn.
     return {name: tensor for name, tensor in state.items() if name not in missing}
 
 
-def _check_shapes(state: dict[str, torch.Tensor], saved: dict[str, tuple[int, ...]], where: object) -> None:
-    missing = [name for name in state if name not in saved]
-    extra = [name for name in saved if name not in state]
-    if missing or len(extra) == len(saved):
+def _kind(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of one tensor of a safetensors file, from its header."""
+    return tuple(part.get_shape()), SAFETENSORS_DTYPES[part.get_dtype()]
+
+
+def _check_kinds(
+    state: dict[str, torch.Tensor], saved: dict[str, tuple[tuple[int, ...], torch.dtype]], where: object
+) -> None:
+    """Keys, shapes and dtypes, before anything is read: torch ignores extra keys, and casts without a word."""
+    missing, extra = [n for n in state if n not in saved], [n for n in saved if n not in state]
+    if missing or extra:
         raise CheckpointError(
-            str(where), f"is of another policy: lacks {len(missing)} tensors ({', '.join(missing[:3])}), has {len(extra)} others"
+            str(where),
+            f"is of another policy: it lacks {len(missing)} tensors ({', '.join(missing[:3])}), "
+            f"and has {len(extra)} others ({', '.join(extra[:3])})",
         )
+    rounded = []
     for name, tensor in state.items():
-        if tuple(tensor.shape) != saved[name]:
-            raise CheckpointError(str(where), f"{name} has shape {saved[name]}, the policy's has {tuple(tensor.shape)}")
+        shape, dtype = saved[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(str(where), f"{name} has shape {shape}, the policy's has {tuple(tensor.shape)}")
+        if not torch.can_cast(dtype, tensor.dtype) or (dtype == torch.bool) != (tensor.dtype == torch.bool):
+            raise CheckpointError(str(where), f"{name} is {dtype}, the policy's is {tensor.dtype}")
+        if torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
+            rounded.append(f"{name} ({dtype} to {tensor.dtype})")
+    if rounded:
+        logging.warning("%s: %d tensors lose precision: %s", where, len(rounded), ", ".join(rounded[:3]))
 
 
-def load_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+def load_optimizer(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, *, given: Collection[str] = ()
+) -> None:
     """Restore state and groups of a freshly built optimizer, from shards or the host's own file. Collective.
 
-    Parameters that never had a gradient have no state, there as here.
+    Parameters that never had a gradient have no state, there as here. Those that train now and did not, or did
+    and do not, are listed in one warning: the first start without state, the state of the others is left.
+
+    Args:
+        given: names of group entries (`lr`, `weight_decay`, ...) that the command line sets: they stay as built.
 
     Raises:
-        CheckpointError: state of another shape, or groups that do not match.
+        CheckpointError: state of another shape, or of another policy.
     """
     if has_sharded_optimizer(checkpoint):
-        _load_sharded_optimizer(policy, optimizer, checkpoint)
+        _load_sharded_optimizer(policy, optimizer, checkpoint, given)
     else:
-        _load_optimizer_file(policy, optimizer, checkpoint)
+        _load_optimizer_file(policy, optimizer, checkpoint, given)
 
 
-def _load_sharded_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+def _load_sharded_optimizer(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, given: Collection[str]
+) -> None:
     directory = checkpoint.optimizer_shards
     metadata = safe_read.read_metadata(directory)
     paths = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
@@ -178,7 +210,7 @@ def _load_sharded_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer,
     groups = _group_template(paths)
     template = {OPTIMIZER_KEY: {"state": state, "param_groups": groups}}
     safe_read.load(template, directory)
-    _restore(optimizer, named, state, groups, directory)
+    _restore(optimizer, named, state, groups, given, directory)
 
 
 def _room(param: nn.Parameter, field: str, metadata: Metadata, key: str, directory: object) -> Any:
@@ -198,25 +230,57 @@ def _group_template(paths: dict[str, tuple]) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _load_optimizer_file(policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+def _load_optimizer_file(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, given: Collection[str]
+) -> None:
     """The host's layout: state numbered in the order of the groups, or by FQN from its own FSDP path."""
     path = checkpoint.optimizer_file
-    named = parameter_names(policy, optimizer)
-    by_key = {str(index): param for index, (_, param) in enumerate(named)} | {name: param for name, param in named}
+    named = dict(parameter_names(policy, optimizer))
     state: dict[str, dict[str, Any]] = {}
     try:
+        groups = _named_groups(json.loads(checkpoint.optimizer_groups.read_text()), optimizer, named, checkpoint)
+        numbers = dict(enumerate(name for group in groups for name in group["params"]))
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
-                name, _, field = key.removeprefix("state/").rpartition("/")
-                if key.startswith("state/") and name in by_key:
-                    state.setdefault(name, {})[field] = _sharded_like(file.get_tensor(key), by_key[name], field)
-        groups = json.loads(checkpoint.optimizer_groups.read_text())
-    except (OSError, ValueError, SafetensorError) as error:
+                number, _, entry = key.removeprefix("state/").rpartition("/")
+                name = numbers.get(int(number)) if number.isdecimal() else canonical_fqn(number)
+                if key.startswith("state/") and name in named:
+                    state.setdefault(name, {})[entry] = _sharded_like(file.get_tensor(key), named[name], entry, path)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointError(path, f"cannot be read ({error})") from None
-    _restore(optimizer, by_key, state, groups, path)
+    _restore(optimizer, named, state, groups, given, path)
 
 
-def _sharded_like(full: torch.Tensor, param: nn.Parameter, field: str) -> torch.Tensor:
+def _named_groups(
+    groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], checkpoint: Checkpoint
+) -> list[dict[str, Any]]:
+    """Groups with FQNs for the numbers that the host gives to parameters, in the order of the run that saved them.
+
+    Our manifest has that order; without it, equal sizes mean that it is the one of now.
+    """
+    if not any(type(param) is int for group in groups for param in group["params"]):
+        return groups
+    manifest = Manifest.read(checkpoint)
+    sizes = [len(group["params"]) for group in groups]
+    if manifest is not None and sizes == [len(names) for names in manifest.optimizer_parameters]:
+        names = iter(name for group in manifest.optimizer_parameters for name in group)
+    elif sizes == [len(group["params"]) for group in optimizer.param_groups]:
+        names = iter(named)
+    else:
+        now = [len(group["params"]) for group in optimizer.param_groups]
+        raise CheckpointError(
+            checkpoint.optimizer_groups,
+            f"numbers {sizes} parameters in its groups, the optimizer has {now}, and nothing says which are which: "
+            "train the same parameters as the run that wrote it",
+        )
+    return [{**group, "params": [next(names) for _ in group["params"]]} for group in groups]
+
+
+def _sharded_like(full: torch.Tensor, param: nn.Parameter, field: str, where: object) -> torch.Tensor:
+    if full.dim() == param.dim() and full.shape != param.shape and full.numel() > 1:
+        raise CheckpointError(str(where), f"{field} has shape {tuple(full.shape)}, its parameter's is {tuple(param.shape)}")
     room = room_for(param, field, full.shape, full.dtype)
     if isinstance(room, DTensor):
         room.to_local().copy_(local_part(full, param))
@@ -229,16 +293,29 @@ def _restore(
     named: dict[str, nn.Parameter],
     state: dict[str, dict[str, Any]],
     groups: list[dict[str, Any]],
+    given: Collection[str],
     where: object,
 ) -> None:
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in groups]
-    if sizes != saved_sizes:
-        raise CheckpointError(str(where), f"has parameter groups of {saved_sizes} parameters, the optimizer has {sizes}")
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: _as_in(group.get(key), value) for key, value in saved.items() if key != "params"})
+    saved_in = {canonical_fqn(name): index for index, group in enumerate(groups) for name in group["params"]}
+    if named and not named.keys() & saved_in.keys():
+        raise CheckpointError(str(where), "is of another policy: it knows none of the parameters that train")
+    _list_changes([n for n in named if n not in saved_in], [n for n in saved_in if n not in named])
+    names = {id(param): name for name, param in named.items()}
+    kept = {*given, *({"initial_lr"} if "lr" in given else ())}
+    for group in optimizer.param_groups:
+        homes = Counter(saved_in[n] for n in (names[id(p)] for p in group["params"]) if n in saved_in)
+        if homes:
+            saved = groups[homes.most_common(1)[0][0]]
+            group.update({k: _as_in(group.get(k), v) for k, v in saved.items() if k != "params" and k not in kept})
     for name, fields in state.items():
         optimizer.state[named[name]] = fields
+
+
+def _list_changes(unfrozen: list[str], frozen: list[str]) -> None:
+    if unfrozen:
+        logging.warning("%d parameters did not train before and start without optimizer state: %s", len(unfrozen), ", ".join(unfrozen))
+    if frozen:
+        logging.warning("%d parameters do not train any more, their optimizer state is left: %s", len(frozen), ", ".join(frozen))
 
 
 def _as_in(current: Any, value: Any) -> Any:
@@ -246,11 +323,31 @@ def _as_in(current: Any, value: Any) -> Any:
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
-def load_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler | None, checkpoint: Checkpoint) -> None:
-    """Restore the scheduler; one that the saved run did not have starts where it stands."""
+def load_scheduler(
+    scheduler: LRScheduler | None, checkpoint: Checkpoint, *, given: Collection[str] = ()
+) -> None:
+    """Restore the scheduler; one that the saved run did not have starts where it stands.
+
+    With `lr` in `given`, the learning rates that the optimizer was built with stay the base of the schedule.
+    """
     if scheduler is None or not checkpoint.scheduler_file.is_file():
         return
+    base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
     try:
         load_scheduler_state(scheduler, checkpoint.training_state)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(checkpoint.scheduler_file, f"is of another scheduler ({error})") from None
+    if "lr" in given:
+        _rebase(scheduler, base_lrs)
+
+
+def _rebase(scheduler: LRScheduler, base_lrs: list[float]) -> None:
+    """Move a schedule to other base learning rates, keeping its place in it."""
+    before = zip(scheduler.base_lrs, scheduler.get_last_lr(), strict=True)
+    factors = [last / base if base else 1.0 for base, last in before]
+    if isinstance(scheduler, LambdaLR):
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    scheduler.base_lrs = base_lrs
+    scheduler._last_lr = [base * factor for base, factor in zip(base_lrs, factors, strict=True)]
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = lr

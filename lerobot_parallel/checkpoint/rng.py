@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+import torch
 from lerobot.utils.random_utils import deserialize_rng_state, serialize_rng_state
 from safetensors.torch import load_file, save_file
 
@@ -12,7 +14,9 @@ from lerobot_parallel.checkpoint.safe_read import CheckpointError
 def save_rng(checkpoint: Checkpoint, rank: int) -> None:
     """Write this rank's state; rank 0 also writes the file that the host reads."""
     state = serialize_rng_state()
-    save_file(state, checkpoint.rank_rng_file(rank))
+    # The host rounds numpy's spare normal number to single precision.
+    exact = {"np_rng_cached_gaussian": torch.tensor([np.random.get_state()[4]], dtype=torch.float64)}
+    save_file({**state, **exact}, checkpoint.rank_rng_file(rank))
     if rank == 0:
         save_file(state, checkpoint.rng_file)
 

@@ -30,17 +30,20 @@ def model_state(policy: nn.Module) -> dict[str, torch.Tensor]:
 def gather_model_state(policy: nn.Module) -> dict[str, torch.Tensor]:
     """The full state of a sharded policy in host memory of rank 0, an empty dict elsewhere. Collective.
 
-    Tensors own exactly their bytes (a gathered tensor whose first dim does not divide is a view into padded
+    Tensors are copies and own exactly their bytes (a gathered tensor whose first dim does not divide is a view into padded
     storage, which safetensors writers refuse), and a tied parameter stands under one name only, the one that
     the safetensors library would keep.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(policy, options=options)
     dropped = {name for names in tied_names(policy) for name in sorted(names)[1:]}
-    return {name: _own_bytes(tensor) for name, tensor in full.items() if name not in dropped}
+    alive = {tensor.data_ptr() for tensor in model_state(policy).values() if not isinstance(tensor, DTensor)}
+    return {name: _own_bytes(tensor, alive) for name, tensor in full.items() if name not in dropped}
 
 
-def _own_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _own_bytes(tensor: torch.Tensor, alive: set[int]) -> torch.Tensor:
+    if tensor.data_ptr() in alive:
+        return tensor.clone()
     exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if exact and tensor.is_contiguous() else tensor.contiguous().clone()
 

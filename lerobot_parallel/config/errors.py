@@ -12,3 +12,4 @@ class ConfigError(ValueError):
         text = f"{flag}={value}: {problem}; {way_out}"
         super().__init__(" ".join(text.split()))
         self.flag = flag
+        self.problem = problem

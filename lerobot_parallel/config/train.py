@@ -12,6 +12,7 @@ from typing import Any
 
 from lerobot.configs.train import TrainPipelineConfig
 
+from lerobot_parallel.config.checkpointing import CheckpointConfig, check_checkpointing
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig, check_runtime
 from lerobot_parallel.config.source import TRAIN_CONFIG, config_file
@@ -31,6 +32,18 @@ class ParallelTrainPipelineConfig(TrainPipelineConfig):
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     accelerator: AcceleratorConfig = field(default_factory=AcceleratorConfig)
     checkpoint_format: str = "safetensors"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What train_config.json holds: this project's own flags only where they are not at their default, so that
+        a run that uses none of them stays readable for the host's later releases."""
+        encoded = super().to_dict()
+        defaults = dataclasses.asdict(CheckpointConfig())
+        own = {key: value for key, value in encoded.pop("checkpoint").items() if value != defaults[key]}
+        return {**encoded, "checkpoint": own} if own else encoded
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        (Path(save_directory) / TRAIN_CONFIG).write_text(json.dumps(self.to_dict(), indent=4))
 
     @classmethod
     def from_pretrained(cls, pretrained_name_or_path: str | Path, **kwargs: Any) -> "ParallelTrainPipelineConfig":
@@ -87,6 +100,7 @@ def check_config(cfg: ParallelTrainPipelineConfig, *, world_size: int) -> Degree
     device = cfg.trainable_config.device if cfg.trainable_config is not None else "cpu"
     check_runtime(cfg.accelerator, sharded=degrees.sharded, device=str(device).split(":")[0])
     _check_checkpoint_format(cfg.checkpoint_format, degrees)
+    check_checkpointing(cfg.checkpoint)
     if getattr(cfg.optimizer, "type", None) == "multi_adam":
         raise ConfigError("--optimizer.type", "multi_adam", "the loop drives one optimizer", "use a single one")
     if degrees.sharded:

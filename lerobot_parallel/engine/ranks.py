@@ -23,11 +23,11 @@ def is_main() -> bool:
 
 
 @contextmanager
-def raised_together(doing: str) -> Iterator[None]:
+def raised_together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Leave the block on all ranks or raise on all ranks. Collective: every rank enters and leaves it.
 
     The block itself must hold no collective that an early exception would skip on one rank only. The rank
-    that failed raises its own error, the others `OtherRankError`.
+    that failed raises its own error, the others `OtherRankError`. `group` spans the world, for use beside it.
     """
     error: BaseException | None = None
     try:
@@ -37,12 +37,21 @@ def raised_together(doing: str) -> Iterator[None]:
         error = caught
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
         failed = next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
         if error is None and failed is not None:
             raise OtherRankError(f"rank {failed[0]} failed while {doing}: {failed[1]}")
     if error is not None:
         raise error
+
+
+def true_anywhere(*flags: bool) -> list[bool]:
+    """For each flag, whether it is set on any rank; the same on all of them. Collective, in host memory."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(flags)
+    votes = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return votes.bool().tolist()
 
 
 def broadcast_from_main(value: object) -> object:

@@ -1,6 +1,8 @@
 """Config -> a run ready to step. Each stage needs the one before it; their order is the point of this file."""
 
+import json
 import logging
+import sys
 from dataclasses import dataclass
 from pprint import pformat
 from typing import Any
@@ -18,17 +20,20 @@ from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.resume import load_optimizer, load_scheduler, load_weights
 from lerobot_parallel.checkpoint.rng import restore_rng
-from lerobot_parallel.checkpoint.save import RunState
+from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.checkpoint.save import Saver
 from lerobot_parallel.checkpoint.sharded_policy import make_savable
+from lerobot_parallel.checkpoint.snapshot import RunState
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.accelerator import build_accelerator
 from lerobot_parallel.engine.gradients import AccumulationWindow
-from lerobot_parallel.engine.ranks import broadcast_from_main, seed_rank
+from lerobot_parallel.engine.ranks import broadcast_from_main, raised_together, seed_rank
 from lerobot_parallel.engine.sharding import ShardReport, shard_policy
 from lerobot_parallel.engine.topology import build_mesh
 from lerobot_parallel.plans import registry
+from lerobot_parallel.training.arguments import given_to_optimizer, log_differences
 from lerobot_parallel.training.data import DataOrder, held_out_subset, make_datasets, make_loader, make_order
 from lerobot_parallel.training.policy import build_policy, make_processors
 
@@ -54,6 +59,7 @@ class Run:
     sample_weighter: Any | None
     step: int
     saved: RunState
+    saver: Saver
     report: ShardReport | None
     checkpoint: Checkpoint | None
 
@@ -80,7 +86,7 @@ def assemble(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progre
     _seed(cfg, accelerator)
     logging.info("Creating dataset")
     dataset, eval_dataset = make_datasets(cfg, accelerator)
-    checkpoint = Checkpoint(cfg.checkpoint_path) if resumed is not None else None
+    checkpoint = _agreed_checkpoint(cfg, degrees, resumed) if resumed is not None else None
     saved, report = _assemble_state(cfg, degrees, accelerator, dataset.meta, checkpoint)
     weighter = _make_weighter(cfg, saved.policy, accelerator)
     order = make_order(cfg, dataset, accelerator, resumed)
@@ -106,6 +112,7 @@ def assemble(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progre
         sample_weighter=weighter,
         step=resumed.step if resumed is not None else 0,
         saved=saved,
+        saver=Saver(saved),
         report=report,
         checkpoint=checkpoint,
     )
@@ -139,9 +146,23 @@ def _assemble_state(
             "--optimizer.type", cfg.optimizer.type, "builds several optimizers, the loop drives one", "use a single one"
         )
     if checkpoint is not None:
-        load_optimizer(policy, optimizer, checkpoint)
-        load_scheduler(scheduler, checkpoint)
+        given = given_to_optimizer(sys.argv[1:])
+        load_optimizer(policy, optimizer, checkpoint, given=given)
+        load_scheduler(scheduler, checkpoint, given=given)
     return RunState(cfg, policy, optimizer, scheduler, preprocessor, postprocessor), report
+
+
+def _agreed_checkpoint(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress) -> Checkpoint:
+    """The checkpoint that every rank found for itself; says what the run does differently. Collective."""
+    path = broadcast_from_main(str(cfg.checkpoint_path))
+    with raised_together("choosing a checkpoint"):
+        if path != str(cfg.checkpoint_path):
+            raise CheckpointError(path, f"is what rank 0 resumes from, this rank found {cfg.checkpoint_path}")
+    checkpoint = Checkpoint(cfg.checkpoint_path)
+    log_differences(cfg, json.loads(checkpoint.train_config.read_bytes()), sys.argv[1:])
+    if difference := resumed.difference(degrees):
+        logging.warning("resuming on another topology: %s; weights and optimizer state are those saved, noise is not", difference)
+    return checkpoint
 
 
 def start_noise(run: Run) -> None:

@@ -20,12 +20,14 @@ from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.resume import check_resumable
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.checkpoint.save import SaveError
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config, check_config_path
 from lerobot_parallel.engine.accelerator import check_environment
 from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
 from lerobot_parallel.plans.registry import check_plan_exists
+from lerobot_parallel.training.arguments import apply_given_preset, settle_checkpoint
 from lerobot_parallel.training.assemble import assemble
 from lerobot_parallel.training.loop import train_loop
 from lerobot_parallel.training.preflight import check_names
@@ -43,6 +45,7 @@ class _HostRefusalError(Exception):
 def train() -> None:
     """Parse the command line, refuse or run. The whole of `lerobot-train` under this engine."""
     try:
+        sys.argv[1:] = settle_checkpoint(sys.argv[1:])
         cfg = _parse_once()
         if cfg.job.is_remote:
             submit_to_hf(cfg)
@@ -51,6 +54,10 @@ def train() -> None:
         run_training(cfg, degrees, resumed)
     except (ConfigError, CheckpointError, _HostRefusalError) as refusal:
         refuse(str(refusal))
+    except SaveError as error:
+        # Each rank knows what happened, and which one it happened to may be what helps.
+        print(f"lerobot-train: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | None]:
@@ -69,6 +76,8 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     # Presets and the policy's own config are known only now.
     degrees = check_config(cfg, world_size=world_size)
     resumed = _check_checkpoint(cfg) if cfg.resume else None
+    if resumed is not None:
+        apply_given_preset(cfg, sys.argv[1:])
     if degrees.sharded:
         check_plan_exists(cfg.policy.type, get_policy_class(cfg.policy.type), cfg.accelerator.fsdp)
         if rank_from_env() == 0:
@@ -77,12 +86,15 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
 
 
 def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress | None) -> None:
-    """Assemble, train, publish, and leave the process group. Collective."""
+    """Assemble, train, publish, and leave the process group. Collective.
+
+    A run that a scheduler stopped saves and publishes nothing.
+    """
     run = assemble(cfg, degrees, resumed)
     log_start(run)
-    train_loop(run)
-    logging.info("End of training")
-    if getattr(cfg.trainable_config, "push_to_hub", False):
+    finished = train_loop(run)
+    logging.info("End of training" if finished else f"Stopped at step {run.step} of {cfg.steps}, as asked by a signal")
+    if finished and getattr(cfg.trainable_config, "push_to_hub", False):
         peft_model = run.module if cfg.policy is not None and cfg.policy.use_peft else None
         publish_trained_model(cfg, run.module, run.preprocessor, run.postprocessor, run.dataset.meta, peft_model=peft_model)
     run.accelerator.wait_for_everyone()
@@ -116,8 +128,13 @@ def _parse_once() -> ParallelTrainPipelineConfig:
 
 
 def _validate_by_host(cfg: ParallelTrainPipelineConfig) -> None:
+    # The host refuses a directory that exists, which one that starts by itself again and again does.
+    hidden = cfg.output_dir if cfg.checkpoint.auto_resume and not cfg.resume else None
     with _host_refusals():
+        if hidden is not None:
+            cfg.output_dir = None
         cfg.validate()
+        cfg.output_dir = hidden if hidden is not None else cfg.output_dir
 
 
 @contextlib.contextmanager

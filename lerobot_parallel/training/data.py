@@ -3,9 +3,11 @@
 import itertools
 import logging
 import math
-from collections.abc import Iterator
-from typing import Any
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from lerobot.datasets import EpisodeAwareSampler
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from lerobot_parallel.checkpoint.progress import DataPosition, Progress
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.ranks import raised_together
+from lerobot_parallel.training.preemption import ignore_in_worker
 
 
 def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) -> tuple[Any, Any]:
@@ -31,8 +34,8 @@ def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) ->
     return datasets
 
 
-class DataOrder(Sampler[int]):
-    """Frame indices in the host's order, resumable at any sample, in whole global batches.
+class DataOrder(Sampler["Draw"]):
+    """Frames in the host's order, resumable at any sample, in whole global batches.
 
     Every epoch is a permutation that depends on seed and epoch only, so that all ranks agree on it without
     talking. Its last global batch is filled up from the epoch's own beginning, as accelerate does; doing it
@@ -54,11 +57,12 @@ class DataOrder(Sampler[int]):
     def __len__(self) -> int:
         return self._steps_left(0) * self._global_batch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator["Draw"]:
         epoch, start = self._next.epoch, self._next.start_index
         self._next = DataPosition(epoch=epoch + 1, start_index=0)
         total = self._steps_left(start) * self._global_batch
-        return itertools.islice(itertools.chain(self._epoch(epoch, start), self._repeat(epoch)), total)
+        frames = itertools.islice(itertools.chain(self._epoch(epoch, start), self._repeat(epoch)), total)
+        return (Draw(epoch, index) for index in frames)
 
     def position(self, steps: int) -> DataPosition:
         """Where the data stands after `steps` steps from `start`."""
@@ -79,6 +83,42 @@ class DataOrder(Sampler[int]):
     def _repeat(self, epoch: int) -> Iterator[int]:
         while True:
             yield from self._epoch(epoch, 0)
+
+
+class Draw(NamedTuple):
+    """One sample to load: the epoch that draws it, and its index in the dataset."""
+
+    epoch: int
+    index: int
+
+
+class SeededSamples(Dataset):
+    """A dataset whose random transforms follow from seed, epoch and sample alone, in whatever process they run.
+
+    Loading touches no random state of its process, so that training draws the same numbers with and without
+    workers, and a resumed run augments each sample as the uninterrupted one did.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, draw: Draw) -> Any:
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        words = np.random.SeedSequence([self._seed, *draw]).generate_state(3)
+        random.seed(int(words[0]))
+        np.random.seed(words[1])
+        # torch.manual_seed would seed the GPUs too.
+        torch.default_generator.manual_seed(int(words[2]))
+        try:
+            return self.dataset[draw.index]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
 
 
 def make_order(
@@ -127,7 +167,7 @@ def make_loader(
     """One rank's loader before accelerate splits it; `like` is the dataset whose columns decide on the collate."""
     workers = cfg.num_workers > 0
     return DataLoader(
-        dataset,
+        dataset if order is None else SeededSamples(dataset, cfg.seed or 0),
         batch_size=cfg.batch_size,
         sampler=order,
         shuffle=False,
@@ -138,7 +178,18 @@ def make_loader(
         prefetch_factor=cfg.prefetch_factor if workers else None,
         persistent_workers=cfg.persistent_workers and workers,
         multiprocessing_context=cfg.dataloader_multiprocessing_context if workers else None,
+        worker_init_fn=ignore_in_worker,
+        # An iterator draws the seed of its workers; see `draw_as_the_host`.
+        generator=torch.Generator().manual_seed(cfg.seed or 0),
     )
+
+
+def draw_as_the_host() -> None:
+    """Draw what the iterator of the host's loader takes from the training's random state when an epoch begins.
+
+    Ours have a generator of their own: whether an iterator exists already must not decide what training draws.
+    """
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def held_out_subset(dataset: Any, max_samples: int) -> Dataset:
@@ -151,10 +202,11 @@ def held_out_subset(dataset: Any, max_samples: int) -> Dataset:
     return Subset(dataset, [int(i) for task in distinct for i in (tasks == task).nonzero()[0][:per_task]])
 
 
-def endless(loader: Any) -> Iterator[dict[str, Any]]:
-    """Batches epoch after epoch."""
+def endless(loader: Any, epoch_begins: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Batches epoch after epoch; `epoch_begins` is called before the first batch of each."""
     while True:
         empty = True
+        epoch_begins()
         for batch in loader:
             empty = False
             yield batch

@@ -2,8 +2,10 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,22 +14,27 @@ from lerobot.utils.utils import has_method, inside_slurm
 from tqdm import tqdm
 
 from lerobot_parallel.checkpoint.progress import progress
-from lerobot_parallel.checkpoint.save import save_checkpoint
 from lerobot_parallel.engine.ranks import raised_together
 from lerobot_parallel.training.assemble import Run, start_noise
-from lerobot_parallel.training.data import endless, to_float_images
+from lerobot_parallel.training.data import draw_as_the_host, endless, to_float_images
 from lerobot_parallel.training.evaluate import evaluate_in_environment, held_out_loss
 from lerobot_parallel.training.metrics import StepMetrics
 from lerobot_parallel.training.publish import upload_checkpoint
+from lerobot_parallel.training.preemption import stop_requests
 
 
-def train_loop(run: Run) -> None:
-    """Step from `run.step` to `cfg.steps`, logging, evaluating and saving on the way. Collective."""
+def train_loop(run: Run) -> bool:
+    """Step from `run.step` to `cfg.steps`, logging, evaluating and saving on the way. Collective.
+
+    Returns:
+        Whether it came to its end; False if a signal on any rank stopped it, after one save.
+    """
     cfg = run.cfg
     metrics = StepMetrics(cfg, run.dataset, run.accelerator, step=run.step)
     first_step = run.step
-    save_due = False
-    with _progress_bar(run) as bar:
+    save_due = stop = False
+    run.saver.published = partial(_upload, run)
+    with _progress_bar(run) as bar, stop_requests() as request:
         for batch in _batches(run, metrics):
             loss, norm, outputs = train_step(run, batch)
             run.step += 1
@@ -40,24 +47,44 @@ def train_loop(run: Run) -> None:
             last = run.step == cfg.steps
             with _aside(metrics):
                 _evaluate(run)
-                if cfg.save_checkpoint and save_due and (run.window.is_update or last):
+                stop = run.saver.step_edge(bool(request)) or stop
+                if cfg.save_checkpoint and (save_due or stop) and (run.window.is_update or last):
                     _save(run, steps_done=run.step - first_step)
                     save_due = False
                 _evaluate_environment(run)
+            if stop and (run.window.is_update or last):
+                break
+        run.saver.wait()
+    return run.step == cfg.steps
 
 
 def _batches(run: Run, metrics: StepMetrics) -> Iterator[dict[str, Any]]:
-    batches = endless(run.loader)
-    fresh_epoch = run.order is None or run.order.position(0).start_index == 0
-    # In the middle of an epoch the iterator existed before the saved random state; at its beginning it did not.
-    prefetched = [] if fresh_epoch or run.step >= run.cfg.steps else [next(batches)]
+    batches = endless(run.loader, _epoch_draws(run))
     start_noise(run)
     for _ in range(run.step, run.cfg.steps):
         began = time.perf_counter()
-        batch = prefetched.pop() if prefetched else next(batches)
-        batch = run.preprocessor(to_float_images(batch, run.dataset.meta.camera_keys))
+        batch = run.preprocessor(to_float_images(next(batches), run.dataset.meta.camera_keys))
         metrics.loaded(time.perf_counter() - began)
         yield batch
+
+
+def _epoch_draws(run: Run) -> Callable[[], None]:
+    """What to do at the beginning of each epoch to draw what the host draws.
+
+    In the middle of an epoch its iterator existed before the saved random state; persistent workers make the one
+    of the first epoch serve all.
+    """
+    once = run.cfg.persistent_workers and run.cfg.num_workers > 0
+    start = run.order.position(0) if run.order is not None else None
+    drawn = start is not None and (start.start_index > 0 or (once and start.epoch > 0))
+
+    def begin() -> None:
+        nonlocal drawn
+        if not drawn:
+            draw_as_the_host()
+        drawn = once
+
+    return begin
 
 
 def train_step(run: Run, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any] | None]:
@@ -133,8 +160,7 @@ def _evaluate_environment(run: Run) -> None:
 def _save(run: Run, *, steps_done: int) -> None:
     cfg = run.cfg
     logging.info("Checkpoint policy after step %d", run.step)
-    directory = save_checkpoint(
-        run.saved,
+    run.saver.save(
         progress(
             run.step,
             run.degrees,
@@ -143,12 +169,14 @@ def _save(run: Run, *, steps_done: int) -> None:
             position=run.order.position(steps_done) if run.order is not None else None,
         ),
     )
-    with raised_together(f"uploading {directory}"):
-        if run.accelerator.is_main_process:
-            if cfg.save_checkpoint_to_hub:
-                upload_checkpoint(directory, cfg)
-            if run.wandb is not None:
-                run.wandb.log_policy(directory)
+
+
+def _upload(run: Run, directory: Path) -> None:
+    """Rank 0, once a checkpoint is there."""
+    if run.cfg.save_checkpoint_to_hub:
+        upload_checkpoint(directory, run.cfg)
+    if run.wandb is not None:
+        run.wandb.log_policy(directory)
 
 
 @contextmanager
