@@ -26,8 +26,10 @@ from lerobot_parallel.checkpoint.layout import (
 from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.rng import save_rng
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.checkpoint.sharded_policy import write_whole
 from lerobot_parallel.checkpoint.state import gather_model_state, model_state, optimizer_state
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
+from lerobot_parallel.engine.buffers import agree_on_buffers
 from lerobot_parallel.engine.ranks import is_main, raised_together, rank
 
 
@@ -79,6 +81,8 @@ def save_checkpoint(run: RunState, progress: Progress) -> Path:
 
 def _write_weights(run: RunState, staging: Checkpoint) -> None:
     """Collective."""
+    if run.sharded:
+        agree_on_buffers(run.policy)
     if run.sharded and "dcp" in run.cfg.checkpoint_format:
         _save_shards({MODEL_KEY: model_state(run.policy)}, staging.model_shards)
     whole = gather_model_state(run.policy) if run.sharded and "safetensors" in run.cfg.checkpoint_format else None
@@ -87,7 +91,7 @@ def _write_weights(run: RunState, staging: Checkpoint) -> None:
             if run.sharded and whole is None:
                 run.policy.config.save_pretrained(staging.pretrained)
             else:
-                run.policy.save_pretrained(staging.pretrained, state_dict=whole)
+                write_whole(run.policy, staging.pretrained, whole)
 
 
 def _save_shards(state: dict[str, Any], directory: Path) -> None:

@@ -10,6 +10,7 @@ from lerobot_parallel.config.errors import ConfigError
 _COMMANDS = {
     "convert": "lerobot_parallel.cli.convert",
     "demo": "lerobot_parallel.cli.demo",
+    "plans": "lerobot_parallel.cli.plans",
 }
 
 

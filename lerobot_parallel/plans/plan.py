@@ -210,8 +210,10 @@ def tied_owners(policy: nn.Module) -> list[list[nn.Module]]:
     """For every tied parameter, the modules that own it directly."""
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in policy.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(module)
+        # Not `parameters(recurse=False)`, which sarm overrides without that argument.
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)].append(module)
     return [modules for modules in owners.values() if len(modules) > 1]
 
 

@@ -50,14 +50,14 @@ def find_plan(policy_type: str, policy_class: type) -> tuple[Plan, str] | None:
     return None
 
 
-def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig) -> None:
-    """Refuse to shard a policy that cannot be, or of which nobody says what its units are.
+def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig, *, sharded: bool = True) -> None:
+    """Refuse to shard a policy that cannot be, or to act on the units of one of which nobody says what they are.
 
     Raises:
         ConfigError: no plan from user, policy, packages or this project, or one that says why there is none.
     """
     plan, _ = find_plan(policy_type, policy_class) or (None, "")
-    if isinstance(plan, WrapPlan) and plan.unshardable:
+    if sharded and isinstance(plan, WrapPlan) and plan.unshardable:
         raise ConfigError(
             "--parallelism.dp_shard", "above 1", f"{policy_type} is not sharded: {plan.unshardable}", "use --parallelism.dp_shard=1"
         )
@@ -79,7 +79,7 @@ def resolve(policy: nn.Module, policy_type: str, fsdp: FSDPConfig) -> ResolvedPl
     Raises:
         ConfigError: no plan, a name of the user's that matches no module, or a foreign plan of which none does.
     """
-    check_plan_exists(policy_type, type(policy), fsdp)
+    check_plan_exists(policy_type, type(policy), fsdp, sharded=False)
     found, source = find_plan(policy_type, type(policy)) or (WrapPlan(), "")
     plan = found if isinstance(found, WrapPlan) else found(policy)
     if plan.pointless:
@@ -99,6 +99,30 @@ def resolve(policy: nn.Module, policy_type: str, fsdp: FSDPConfig) -> ResolvedPl
             f"mend {owner}, or use --accelerator.fsdp.wrap_modules",
         )
     return resolved
+
+
+def known_plans() -> list[dict[str, Any]]:
+    """Every plan that needs no class to be found: other packages' and built in. Nothing is imported for it but them.
+
+    A package whose plan is none is listed with what is wrong.
+    """
+    rows = {}
+    for policy_type, plan in BUILTIN_PLANS.items():
+        rows[policy_type] = _row(policy_type, BUILT_IN, plan)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            rows[entry.name] = _row(entry.name, f"package {_package(entry)}", _load_plan(entry))
+        except ConfigError as error:
+            rows[entry.name] = {"policy": entry.name, "source": f"package {_package(entry)}", "units": [], "note": str(error)}
+    return [rows[policy_type] for policy_type in sorted(rows)]
+
+
+def _row(policy_type: str, source: str, plan: Plan) -> dict[str, Any]:
+    if not isinstance(plan, WrapPlan):
+        return {"policy": policy_type, "source": source, "units": [], "note": "its units follow from the built policy"}
+    groups = [f"leaves of {group[0].partition('.{i}')[0]}" for group in plan.groups]
+    note = (plan.unshardable and f"not sharded: {plan.unshardable}") or (plan.pointless and f"pointless: {plan.pointless}")
+    return {"policy": policy_type, "source": source, "units": [*plan.units, *groups, *plan.modules], "note": note}
 
 
 def announce_to_host() -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from lerobot.configs import parser
 from lerobot.jobs import submit_to_hf
 from lerobot.policies.factory import get_policy_class
+from lerobot.rewards.factory import get_reward_model_class
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
@@ -21,6 +22,7 @@ from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config
 from lerobot_parallel.engine.accelerator import check_environment
 from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
+from lerobot_parallel.engine.units import needs_units
 from lerobot_parallel.plans.registry import check_plan_exists
 from lerobot_parallel.training.assemble import assemble
 from lerobot_parallel.training.loop import train_loop
@@ -61,11 +63,16 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     # Presets and the policy's own config are known only now.
     degrees = check_config(cfg, world_size=world_size)
     resumed = _check_checkpoint(cfg) if cfg.resume else None
-    if degrees.sharded:
-        check_plan_exists(cfg.policy.type, get_policy_class(cfg.policy.type), cfg.accelerator.fsdp)
-        if rank_from_env() == 0:
-            check_names(cfg)
+    if degrees.sharded or needs_units(cfg.accelerator):
+        check_plan_exists(cfg.trainable_config.type, _trained_class(cfg), cfg.accelerator.fsdp, sharded=degrees.sharded)
+    if degrees.sharded and rank_from_env() == 0:
+        check_names(cfg)
     return degrees, resumed
+
+
+def _trained_class(cfg: ParallelTrainPipelineConfig) -> type:
+    get_class = get_reward_model_class if cfg.is_reward_model_training else get_policy_class
+    return get_class(cfg.trainable_config.type)
 
 
 def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress | None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lerobot_parallel.checkpoint.sharded_policy import write_whole
 from lerobot_parallel.checkpoint.state import gather_model_state
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.ranks import is_main, raised_together
@@ -28,6 +29,8 @@ def publish_trained_model(
         if is_main():
             if cfg.is_reward_model_training:
                 # Its signature has no dataset_meta and no state_dict.
+                if full is not None:
+                    model._save_pretrained = lambda directory: write_whole(model, directory, full)
                 model.push_model_to_hub(cfg)
             elif peft_model is not None:
                 model.push_model_to_hub(cfg, peft_model=peft_model, dataset_meta=dataset_meta)

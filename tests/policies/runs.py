@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from lerobot_parallel.checkpoint.layout import MODEL_KEY, Checkpoint
 from lerobot_parallel.checkpoint.state import model_state, tied_names
-from lerobot_parallel.config.runtime import ActivationCheckpointingConfig, AcceleratorConfig, CompileConfig, FSDPConfig
+from lerobot_parallel.config.runtime import AcceleratorConfig, ActivationCheckpointingConfig, CompileConfig, FSDPConfig
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.accelerator import build_accelerator
+from lerobot_parallel.engine.buffers import agree_on_buffers
 from lerobot_parallel.engine.sharding import ShardReport, reshard, shard_policy
 from lerobot_parallel.engine.topology import build_mesh
 from lerobot_parallel.engine.units import transform_units
@@ -102,6 +103,7 @@ def sharded_run(case: Case, degrees: Degrees, *, checkpoint: Path | None = None,
         loss.backward()
         losses.append(loss.item())
         update(policy, optimizer)
+    agree_on_buffers(policy)
     ended = infer(case, policy)
     reshard(policy)
     state = model_state(policy)

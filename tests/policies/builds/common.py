@@ -36,6 +36,8 @@ class Case:
         tolerance: largest difference of a parameter after two updates; 0 is bit-equal.
         bf16: relative difference of the bf16 loss; None where noise is drawn in the dtype of the parameters.
         reload: whether the host's `from_pretrained` can read the result here; else `load_state_dict` does.
+        ties: how many weights have several names.
+        batch_norm: whether it keeps running statistics, which a reference of one process updates more often.
         stubbed: what stands in for something that needs the hub or a GPU, for the support matrix.
         loss: a policy's loss, where `policy(batch)[0]` is none.
     """
@@ -52,6 +54,7 @@ class Case:
     bf16: float | None = 0.01
     reload: bool = True
     ties: int = 0
+    batch_norm: bool = False
     stubbed: str = ""
     loss: Callable[[nn.Module, Batch], Tensor] = field(default=lambda policy, batch: policy(batch)[0])
 

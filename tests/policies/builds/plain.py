@@ -20,7 +20,6 @@ from tests.policies.builds.common import (
     language,
     model_folder,
     newest,
-    observation,
 )
 
 TOP = "observation.image"
@@ -140,7 +139,7 @@ def dit_batch(n: int, seed: int) -> Batch:
 
 
 CASES = [
-    Case("act", "act", act, act_batch, units=13, dtensors=0),
+    Case("act", "act", act, act_batch, units=13, dtensors=105),
     Case(
         "diffusion",
         "diffusion",
@@ -148,8 +147,8 @@ CASES = [
         lambda n, seed: stacked_batch(n, seed, chunk=8, size=64),
         observe=lambda n, seed: newest(stacked_batch(n, seed, chunk=8, size=64)),
         infer=("select_action",),
-        units=0,
-        dtensors=0,
+        units=16,
+        dtensors=164,
         tolerance=1e-6,
     ),
     Case(
@@ -159,10 +158,11 @@ CASES = [
         lambda n, seed: stacked_batch(n, seed, chunk=5, size=64),
         observe=lambda n, seed: newest(stacked_batch(n, seed, chunk=5, size=64)),
         infer=("select_action",),
-        units=0,
-        dtensors=0,
+        units=10,
+        dtensors=115,
+        batch_norm=True,
     ),
-    Case("tdmpc", "tdmpc", tdmpc, tdmpc_batch, observe=tdmpc_observe, infer=("select_action",), units=0, dtensors=0),
+    Case("tdmpc", "tdmpc", tdmpc, tdmpc_batch, observe=tdmpc_observe, infer=("select_action",), units=16, dtensors=148),
     Case(
         "multi_task_dit",
         "multi_task_dit",
@@ -170,12 +170,8 @@ CASES = [
         dit_batch,
         observe=lambda n, seed: newest(dit_batch(n, seed)),
         infer=("select_action",),
-        units=0,
-        dtensors=0,
+        units=7,
+        dtensors=105,
         stubbed="CLIP of two layers from a local folder",
     ),
 ]
-
-
-def act_observe(n: int, seed: int) -> Batch:
-    return observation(act_batch(n, seed))

@@ -44,7 +44,7 @@ def classifier_batch(n: int, seed: int) -> Batch:
 
 
 CASES = [
-    Case("sarm", "sarm", sarm, sarm_batch, infer=(), units=4, dtensors=0),
+    Case("sarm", "sarm", sarm, sarm_batch, infer=(), units=4, dtensors=78),
     Case(
         "reward_classifier",
         "reward_classifier",
@@ -52,7 +52,9 @@ CASES = [
         classifier_batch,
         infer=("compute_reward",),
         units=2,
-        dtensors=0,
+        dtensors=34,
+        ties=18,
+        batch_norm=True,
         stubbed="a ResNet of two blocks from a local folder",
     ),
 ]

@@ -128,15 +128,15 @@ def molmoact2_batch(n: int, seed: int) -> Batch:
 _EVO_STUBS = "InternVL of three layers from a local folder"
 
 CASES = [
-    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=0, dtensors=0, ties=1),
+    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1),
     Case(
         "evo1_stage1",
         "evo1",
         lambda: evo1("stage1"),
         evo1_batch,
         observe=lambda n, s: observation(evo1_batch(n, s)),
-        units=0,
-        dtensors=0,
+        units=8,
+        dtensors=108,
         stubbed=_EVO_STUBS,
     ),
     Case(
@@ -145,8 +145,8 @@ CASES = [
         lambda: evo1("stage2"),
         evo1_batch,
         observe=lambda n, s: observation(evo1_batch(n, s)),
-        units=0,
-        dtensors=0,
+        units=8,
+        dtensors=108,
         stubbed=_EVO_STUBS,
     ),
     Case(
@@ -155,8 +155,8 @@ CASES = [
         molmoact2,
         molmoact2_batch,
         infer=(),
-        units=0,
-        dtensors=0,
+        units=6,
+        dtensors=108,
         bf16=None,
         stubbed="MolmoAct2 of two layers from a local folder, text-only batches",
     ),
