@@ -34,7 +34,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 MODEL_CARD = "README.md"
 PROCESSOR_CONFIGS = "policy_*processor.json"
 """Matches the configs of both processors."""
-TRAIN_CONFIG = "train_config.json"
 
 OPTIMIZER_SHARDS = "optimizer_0"
 OPTIMIZER_FILE = "optimizer_state.safetensors"

@@ -199,7 +199,7 @@ def _write_configs(run: RunState, staging: Checkpoint) -> None:
     if run.host_writes_model:
         run.policy.save_pretrained(staging.pretrained)
     run.cfg.save_pretrained(staging.pretrained)
-    if not run.cfg.is_reward_model_training:
+    if not (run.host_writes_model and run.cfg.is_reward_model_training):
         # With adapters the policy writes them and their config only.
         run.policy.config.save_pretrained(staging.pretrained)
     for processor in (run.preprocessor, run.postprocessor):

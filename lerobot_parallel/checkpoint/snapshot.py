@@ -12,6 +12,7 @@ from lerobot_parallel.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, Checkpo
 from lerobot_parallel.checkpoint.manifest import TensorCount
 from lerobot_parallel.checkpoint.state import gather_model_state, model_state, optimizer_state, tied_names
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
+from lerobot_parallel.engine.buffers import agree_on_buffers
 from lerobot_parallel.engine.ranks import is_main
 
 
@@ -32,8 +33,8 @@ class RunState:
 
     @property
     def host_writes_model(self) -> bool:
-        """Adapters and reward models are small, and written by the host's own methods."""
-        return self.cfg.peft is not None or self.cfg.is_reward_model_training
+        """Adapters and unsharded reward models are small, and written by the host's own methods."""
+        return self.cfg.peft is not None or (self.cfg.is_reward_model_training and not self.sharded)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def take(run: RunState) -> Snapshot:
             return Snapshot()
         model = None if run.host_writes_model else model_state(run.policy)
         return Snapshot(model_file=model, optimizer_file=run.optimizer.state_dict())
+    agree_on_buffers(run.policy)
     formats = run.cfg.checkpoint_format
     whole = gather_model_state(run.policy) if "safetensors" in formats else None
     return Snapshot(

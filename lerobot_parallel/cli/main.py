@@ -12,6 +12,7 @@ _COMMANDS = {
     "inspect": "lerobot_parallel.cli.inspect",
     "doctor": "lerobot_parallel.cli.doctor",
     "demo": "lerobot_parallel.cli.demo",
+    "plans": "lerobot_parallel.cli.plans",
 }
 
 

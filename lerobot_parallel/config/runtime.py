@@ -7,6 +7,10 @@ from lerobot_parallel.config.errors import ConfigError
 
 MIXED_PRECISIONS = ("no", "bf16", "fp16")
 CHECKPOINTING_MODES = ("none", "full")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# These capture CUDA graphs.
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+_GRAPH_BACKEND = "cudagraphs"
 
 
 @dataclass
@@ -91,7 +95,7 @@ def check_runtime(runtime: AcceleratorConfig, *, sharded: bool, device: str) -> 
     if steps < 1:
         raise ConfigError("--accelerator.gradient_accumulation.steps", steps, "at least one micro-batch makes an update", "use 1 or more")
     _check_fsdp(runtime.fsdp)
-    _check_unit_transforms(runtime)
+    _check_unit_transforms(runtime, sharded=sharded)
 
 
 def _check_precision(precision: str, *, sharded: bool, device: str) -> None:
@@ -125,12 +129,29 @@ def _check_fsdp(fsdp: FSDPConfig) -> None:
             ) from None
 
 
-def _check_unit_transforms(runtime: AcceleratorConfig) -> None:
+def _check_unit_transforms(runtime: AcceleratorConfig, *, sharded: bool) -> None:
     mode = runtime.activation_checkpointing.mode
-    flag = "--accelerator.activation_checkpointing.mode"
     if mode not in CHECKPOINTING_MODES:
+        flag = "--accelerator.activation_checkpointing.mode"
         raise ConfigError(flag, mode, "unknown mode", f"use one of {', '.join(CHECKPOINTING_MODES)}")
-    if mode != "none":
-        raise ConfigError(flag, mode, "not in this version yet", "use none")
     if runtime.compile.enabled:
-        raise ConfigError("--accelerator.compile.enabled", True, "not in this version yet", "leave it false")
+        _check_compile(runtime.compile, sharded=sharded, accumulation=runtime.gradient_accumulation.steps)
+
+
+def _check_compile(config: CompileConfig, *, sharded: bool, accumulation: int) -> None:
+    flag = "--accelerator.compile.mode"
+    if config.mode is not None and config.mode not in COMPILE_MODES:
+        raise ConfigError(flag, config.mode, "unknown mode", f"use one of {', '.join(COMPILE_MODES)}")
+    if config.mode is not None and config.backend != "inductor":
+        raise ConfigError(flag, config.mode, f"is one of inductor's, not of {config.backend}", "leave it out")
+    if config.mode not in _GRAPH_MODES and config.backend != _GRAPH_BACKEND:
+        return
+    if config.backend == _GRAPH_BACKEND:
+        flag = "--accelerator.compile.backend"
+    value, way_out = config.mode or config.backend, "use --accelerator.compile.mode=max-autotune-no-cudagraphs or default"
+    if sharded:
+        raise ConfigError(flag, value, "a CUDA graph keeps addresses of weights that sharding frees and gathers anew", way_out)
+    if accumulation > 1:
+        raise ConfigError(
+            flag, value, f"a CUDA graph overwrites what gradient_accumulation.steps={accumulation} has to keep", way_out
+        )

@@ -127,8 +127,6 @@ def _refuse_unsharded_paths(cfg: ParallelTrainPipelineConfig, degrees: Degrees) 
     shown = degrees.dp_shard
     if cfg.peft is not None or getattr(cfg.policy, "use_peft", False):
         raise ConfigError("--parallelism.dp_shard", shown, "PEFT adapters cannot be sharded yet", way_out)
-    if cfg.reward_model is not None:
-        raise ConfigError("--parallelism.dp_shard", shown, "reward models cannot be sharded yet", way_out)
     if cfg.env is not None:
         raise ConfigError(
             "--parallelism.dp_shard",

@@ -4,7 +4,8 @@ import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 
@@ -89,7 +90,7 @@ def shard_policy(
         distribute_weights(policy, weights, device)
     weights.clear()
     broadcast_buffers(policy)
-    _register_forward_methods(policy, plan.forward_methods, autocast)
+    _register_forward_methods(policy, plan, autocast)
     report = _report(policy, plan)
     if report.in_units < report.in_root:
         logging.warning("more than half of the parameters stay in the root unit and are gathered for the whole step")
@@ -184,7 +185,7 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _register_forward_methods(policy: nn.Module, names: Iterable[str], autocast: Callable) -> None:
+def _register_forward_methods(policy: nn.Module, plan: ResolvedPlan, autocast: Callable) -> None:
     depth = 0
 
     def outermost(method: Callable) -> Callable:
@@ -202,9 +203,40 @@ def _register_forward_methods(policy: nn.Module, names: Iterable[str], autocast:
 
         return call
 
-    for name in names:
+    for name in plan.forward_methods:
+        if name in plan.gathered_methods:
+            setattr(policy, name, MethodType(_gathered_first(getattr(policy, name)), policy))
         register_fsdp_forward_method(policy, name)
         setattr(policy, name, MethodType(outermost(getattr(policy, name)), policy))
+
+
+def _gathered_first(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(policy: nn.Module, *args: object, **kwargs: object) -> object:
+        with all_gathered(policy):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def all_gathered(policy: nn.Module) -> Iterator[None]:
+    """Every unit is whole inside, and calling one does not communicate: ranks may make different numbers of calls.
+
+    Entering is collective, inside a forward method of the policy; `reshard` ends it. In between, the whole policy is
+    on the device in its compute dtype.
+    """
+    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    before = [group is not None and group.post_forward_mesh_info is not None for group in groups]
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit, resharded in zip(units, before, strict=True):
+            unit.set_reshard_after_forward(resharded, recurse=False)
 
 
 def reshard(policy: nn.Module) -> None:

@@ -33,6 +33,11 @@ class WrapPlan(BaseModel):
             layer of a stack whose output the loss does not use: its pre-backward hook never fires.
         keep_in_root: modules whose weights are read without calling them; units on or around them dissolve.
         forward_methods: methods besides `forward` that gather the root before they run.
+        gathered_methods: those of them whose number of unit calls depends on a rank's own data, such as a
+            decoding that stops at an end token. They gather every unit before they run and none while they
+            do, so that ranks may stop at different steps; the model must fit a device meanwhile.
+        pointless: why sharding gains nothing here; said in a warning.
+        unshardable: why a run cannot be sharded, or trained at all; said in a refusal.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +48,9 @@ class WrapPlan(BaseModel):
     keep_gathered: tuple[str, ...] = ()
     keep_in_root: tuple[str, ...] = ()
     forward_methods: tuple[str, ...] = INFERENCE_METHODS
+    gathered_methods: tuple[str, ...] = ()
+    pointless: str = ""
+    unshardable: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,14 @@ class ResolvedPlan:
         source: who gave the plan, for the log.
         units: innermost first, the order in which `fully_shard` wants them.
         forward_methods: those of the plan that the policy has.
+        gathered_methods: those of them that gather every unit before they run.
         dissolved: names of units that went back to the root, with the reason.
     """
 
     source: str
     units: tuple[Unit, ...]
     forward_methods: tuple[str, ...]
+    gathered_methods: tuple[str, ...] = ()
     dissolved: dict[str, str] = field(default_factory=dict)
 
 
@@ -99,7 +109,7 @@ def resolve_by_class(names: Iterable[str], plan: WrapPlan, policy: nn.Module) ->
                 f"no module of {type(policy).__name__} that can be a unit is of this class",
                 f"close names: {', '.join(close)}",
             )
-    own = WrapPlan(units=tuple(names), forward_methods=plan.forward_methods, keep_in_root=plan.keep_in_root)
+    own = plan.model_copy(update={"units": tuple(names), "groups": (), "modules": (), "keep_gathered": ()})
     return _finish(_class_units(own, named), own, policy, "--accelerator.fsdp.wrap_modules")
 
 
@@ -112,7 +122,7 @@ def resolve_by_size(min_num_params: int, plan: WrapPlan, policy: nn.Module) -> R
         if name and not isinstance(module, _CONTAINERS) and sum(left.values()) >= min_num_params:
             units.append(Unit(name, (module,)))
             taken.update(left)
-    own = WrapPlan(forward_methods=plan.forward_methods, keep_in_root=plan.keep_in_root)
+    own = plan.model_copy(update={"units": (), "groups": (), "modules": (), "keep_gathered": ()})
     return _finish(units, own, policy, "--accelerator.fsdp.min_num_params")
 
 
@@ -159,7 +169,7 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     methods = tuple(m for m in plan.forward_methods if callable(getattr(policy, m, None)))
     for name, reason in dissolved.items():
         logging.warning("unit %s stays in the root: %s", name, reason)
-    return ResolvedPlan(source, tuple(units), methods, dissolved)
+    return ResolvedPlan(source, tuple(units), methods, tuple(m for m in plan.gathered_methods if m in methods), dissolved)
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:
@@ -204,8 +214,10 @@ def shared_parameters(policy: nn.Module) -> list[list[frozenset[int]]]:
 
     def visit(module: nn.Module, around: frozenset[int]) -> None:
         around = around | {id(module)}
-        for parameter in module.parameters(recurse=False):
-            places[id(parameter)].append(around)
+        # Not `parameters(recurse=False)`, which sarm overrides without that argument.
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places[id(parameter)].append(around)
         for child in module.children():
             visit(child, around)
 

@@ -32,8 +32,10 @@ from lerobot_parallel.engine.gradients import AccumulationWindow
 from lerobot_parallel.engine.ranks import broadcast_from_main, raised_together, seed_rank
 from lerobot_parallel.engine.sharding import ShardReport, shard_policy
 from lerobot_parallel.engine.topology import build_mesh
+from lerobot_parallel.engine.units import needs_units, transform_units
 from lerobot_parallel.plans import registry
 from lerobot_parallel.training.arguments import given_to_optimizer, log_differences
+from lerobot_parallel.plans.plan import ResolvedPlan
 from lerobot_parallel.training.data import DataOrder, held_out_subset, make_datasets, make_loader, make_order
 from lerobot_parallel.training.policy import build_policy, make_processors
 
@@ -129,14 +131,18 @@ def _assemble_state(
 
     The optimizer is built on the sharded parameters; one built before would go on updating the unsharded ones.
     """
-    # The host loads adapters and reward models itself; policies are filled from the checkpoint, shard by shard.
-    weights_follow = checkpoint is not None and cfg.peft is None and not cfg.is_reward_model_training
+    # The host loads adapters itself; policies and reward models are filled from the checkpoint, shard by shard.
+    weights_follow = checkpoint is not None and cfg.peft is None
     logging.info("Creating policy")
     policy = build_policy(
         cfg, ds_meta, sharded=degrees.sharded, weights_follow=weights_follow, is_main=accelerator.is_main_process
     )
     preprocessor, postprocessor = make_processors(cfg, policy, ds_meta, accelerator.device)
-    report = _shard(cfg, degrees, accelerator, policy, weights_follow) if degrees.sharded else None
+    plan = None
+    if degrees.sharded or needs_units(cfg.accelerator):
+        plan = registry.resolve(policy, cfg.trainable_config.type, cfg.accelerator.fsdp)
+    transform_units(policy, plan, cfg.accelerator)
+    report = _shard(cfg, degrees, accelerator, policy, plan, weights_follow) if degrees.sharded else None
     if weights_follow:
         load_weights(policy, checkpoint)
     logging.info("Creating optimizer and scheduler")
@@ -196,9 +202,13 @@ def _seed(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) -> None:
 
 
 def _shard(
-    cfg: ParallelTrainPipelineConfig, degrees: Degrees, accelerator: Accelerator, policy: nn.Module, weights_follow: bool
+    cfg: ParallelTrainPipelineConfig,
+    degrees: Degrees,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    plan: ResolvedPlan,
+    weights_follow: bool,
 ) -> ShardReport:
-    plan = registry.resolve(policy, cfg.policy.type, cfg.accelerator.fsdp)
     report = shard_policy(
         policy,
         plan,

@@ -14,6 +14,7 @@ from draccus.utils import ParsingError
 from lerobot.configs import parser
 from lerobot.jobs import submit_to_hf
 from lerobot.policies.factory import get_policy_class
+from lerobot.rewards.factory import get_reward_model_class
 from yaml import YAMLError
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
@@ -26,6 +27,7 @@ from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config, check_config_path
 from lerobot_parallel.engine.accelerator import check_environment
 from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
+from lerobot_parallel.engine.units import needs_units
 from lerobot_parallel.plans.registry import check_plan_exists
 from lerobot_parallel.training.arguments import apply_given_preset, settle_checkpoint
 from lerobot_parallel.training.assemble import assemble
@@ -78,11 +80,16 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     resumed = _check_checkpoint(cfg) if cfg.resume else None
     if resumed is not None:
         apply_given_preset(cfg, sys.argv[1:])
-    if degrees.sharded:
-        check_plan_exists(cfg.policy.type, get_policy_class(cfg.policy.type), cfg.accelerator.fsdp)
-        if rank_from_env() == 0:
-            check_names(cfg)
+    if degrees.sharded or needs_units(cfg.accelerator):
+        check_plan_exists(cfg.trainable_config.type, _trained_class(cfg), cfg.accelerator.fsdp, sharded=degrees.sharded)
+    if degrees.sharded and rank_from_env() == 0:
+        check_names(cfg)
     return degrees, resumed
+
+
+def _trained_class(cfg: ParallelTrainPipelineConfig) -> type:
+    get_class = get_reward_model_class if cfg.is_reward_model_training else get_policy_class
+    return get_class(cfg.trainable_config.type)
 
 
 def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress | None) -> None:

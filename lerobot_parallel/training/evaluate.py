@@ -8,6 +8,7 @@ from lerobot.envs import close_envs, make_env, make_env_pre_post_processors
 from lerobot.scripts.lerobot_eval import eval_policy_all
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 
+from lerobot_parallel.engine.buffers import agree_on_buffers
 from lerobot_parallel.engine.sharding import reshard
 from lerobot_parallel.training.assemble import Run
 from lerobot_parallel.training.data import to_float_images
@@ -15,6 +16,8 @@ from lerobot_parallel.training.data import to_float_images
 
 def held_out_loss(run: Run) -> float:
     """Mean loss over the held-out batches, then over the ranks, the same value everywhere. Collective."""
+    if run.degrees.sharded:
+        agree_on_buffers(run.policy)
     run.policy.eval()
     total = torch.zeros((), device=run.accelerator.device)
     batches = 0

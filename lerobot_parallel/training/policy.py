@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lerobot.policies import PreTrainedPolicy, make_policy, make_pre_post_processors
 from lerobot.rewards import make_reward_model, make_reward_pre_post_processors
+from lerobot.rewards.pretrained import PreTrainedRewardModel
 from lerobot.utils.import_utils import require_package
 from torch import nn
 
@@ -23,11 +24,12 @@ def build_policy(cfg: ParallelTrainPipelineConfig, ds_meta: Any, *, sharded: boo
     Under sharding it is built in host memory, and with weights on rank 0 only: the others get theirs from it.
     With `weights_follow` nobody loads weights, since a checkpoint brings them later.
     """
-    if cfg.is_reward_model_training:
-        return _build_reward_model(cfg, ds_meta)
     with ExitStack() as stack:
         if weights_follow:
             stack.enter_context(_no_weight_files())
+        if cfg.is_reward_model_training:
+            # Small: built whole everywhere, filled from rank 0's.
+            return _build_reward_model(cfg, ds_meta)
         if sharded:
             stack.enter_context(_device(cfg.policy, "cpu"))
         if sharded and (weights_follow or not is_main):
@@ -47,12 +49,15 @@ def _build_empty(cfg: ParallelTrainPipelineConfig, ds_meta: Any) -> nn.Module:
 @contextmanager
 def _no_weight_files() -> Iterator[None]:
     """The host's `from_pretrained` builds the policy and leaves its weight file unread."""
-    original = PreTrainedPolicy.__dict__["_load_as_safetensor"]
-    PreTrainedPolicy._load_as_safetensor = classmethod(lambda cls, model, *args: model)
+    bases = (PreTrainedPolicy, PreTrainedRewardModel)
+    originals = [base.__dict__["_load_as_safetensor"] for base in bases]
+    for base in bases:
+        base._load_as_safetensor = classmethod(lambda cls, model, *args: model)
     try:
         yield
     finally:
-        PreTrainedPolicy._load_as_safetensor = original
+        for base, original in zip(bases, originals, strict=True):
+            base._load_as_safetensor = original
 
 
 @contextmanager

@@ -25,12 +25,12 @@ def check_names(cfg: ParallelTrainPipelineConfig) -> None:
         return
     policy = _skeleton(cfg)
     if policy is not None:
-        registry.resolve(policy, cfg.policy.type, fsdp)
+        registry.resolve(policy, cfg.trainable_config.type, fsdp)
         ignored_parameters(policy, fsdp.ignored_modules)
 
 
 def _skeleton(cfg: ParallelTrainPipelineConfig) -> nn.Module | None:
-    features = cfg.policy.input_features, cfg.policy.output_features
+    features = cfg.trainable_config.input_features, cfg.trainable_config.output_features
     try:
         meta = LeRobotDatasetMetadata(
             cfg.dataset.repo_id, root=cfg.dataset.root, revision=cfg.dataset.revision, repo_type=cfg.dataset.repo_type
@@ -42,4 +42,4 @@ def _skeleton(cfg: ParallelTrainPipelineConfig) -> nn.Module | None:
         logging.debug("names are checked when the policy is sharded: %s", error)
         return None
     finally:
-        cfg.policy.input_features, cfg.policy.output_features = features
+        cfg.trainable_config.input_features, cfg.trainable_config.output_features = features

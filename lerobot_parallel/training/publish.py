@@ -11,12 +11,12 @@ from lerobot.common.train_utils import push_checkpoint_to_hub
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.rewards import RewardModelConfig
 from lerobot.utils.import_utils import register_third_party_plugins
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lerobot_parallel.checkpoint import layout
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.checkpoint.sharded_policy import write_whole
 from lerobot_parallel.checkpoint.state import gather_model_state
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.ranks import is_main, raised_together
@@ -80,14 +80,8 @@ def _save_weights(
     if peft_model is not None:
         peft_model.save_pretrained(folder, **({} if full is None else {"state_dict": full}))
         config.save_pretrained(folder)
-    elif isinstance(config, RewardModelConfig) and full is not None:
-        # The host's reward models take no gathered state.
-        config.save_pretrained(folder)
-        save_file(full, folder / layout.MODEL_FILE, metadata={"format": "pt"})
-    elif full is not None:
-        model.save_pretrained(folder, state_dict=full)
     else:
-        model.save_pretrained(folder)
+        write_whole(model, folder, full)
 
 
 def publish_directory(folder: Path, repo_id: str, *, private: bool | None = None) -> str:

@@ -1,0 +1,76 @@
+"""What acts on a plan's units before they are sharded: activation checkpointing and torch.compile.
+
+Both replace a module's `forward` on the instance. No wrapper module appears, so parameter names stay what they are,
+and the hooks of `fully_shard` stay outside: a unit is gathered once, then its compiled or checkpointed forward runs.
+
+A unit that is one module is transformed as a whole. Of a group of leaves, whose layer nobody calls, each leaf with
+modules of its own is (the MLP): a checkpointed single projection would save nothing but its input, which is kept
+anyway, and what a policy does between the leaves is out of reach. Single projections, embeddings and heads that are
+units of their own are left alone for the same reason.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lerobot_parallel.config.errors import ConfigError
+from lerobot_parallel.config.runtime import AcceleratorConfig, CompileConfig
+from lerobot_parallel.plans.plan import ResolvedPlan
+
+
+def needs_units(runtime: AcceleratorConfig) -> bool:
+    """Whether a run needs a plan for what this module does, sharded or not."""
+    return runtime.activation_checkpointing.mode != "none" or (runtime.compile.enabled and runtime.compile.regional)
+
+
+def transform_units(policy: nn.Module, plan: ResolvedPlan | None, runtime: AcceleratorConfig) -> None:
+    """Activation checkpointing, then compile, in place; before sharding, DDP and the optimizer.
+
+    Args:
+        plan: may be None where `needs_units` says no.
+
+    Raises:
+        ConfigError: torch does not know the compile backend.
+    """
+    if runtime.activation_checkpointing.mode == "full":
+        for module in transformable(plan):
+            module.forward = _checkpointed(module.forward)
+    if runtime.compile.enabled:
+        _check_backend(runtime.compile)
+        for module in transformable(plan) if runtime.compile.regional else [policy]:
+            module.forward = _compiled(module.forward, runtime.compile)
+
+
+def transformable(plan: ResolvedPlan) -> Iterator[nn.Module]:
+    """The modules of a plan's units that have modules inside; a unit within a unit belongs to the outer one's."""
+    composed = [module for unit in plan.units for module in unit.modules if any(True for _ in module.children())]
+    inner = {id(child) for module in composed for child in module.modules() if child is not module}
+    yield from (module for module in composed if id(module) not in inner)
+
+
+def _checkpointed(forward: Callable) -> Callable:
+    """Recompute in backward, with the random numbers of the first time."""
+
+    @functools.wraps(forward)
+    def recomputed(*args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    return recomputed
+
+
+def _compiled(forward: Callable, config: CompileConfig) -> Callable:
+    compiled = torch.compile(forward, backend=config.backend, mode=config.mode)
+    return functools.wraps(forward)(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+
+def _check_backend(config: CompileConfig) -> None:
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if config.backend not in known:
+        raise ConfigError(
+            "--accelerator.compile.backend", config.backend, "torch knows no such backend", f"use one of {', '.join(known)}"
+        )

@@ -1,0 +1,1 @@
+"""Tiny builds of every host policy and trainable reward model, made offline."""

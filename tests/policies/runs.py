@@ -1,0 +1,154 @@
+"""The same two updates by plain torch in one process, and by the engine on every rank of a world."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lerobot_parallel.checkpoint.layout import MODEL_KEY, Checkpoint
+from lerobot_parallel.checkpoint.state import model_state, tied_names
+from lerobot_parallel.config.runtime import AcceleratorConfig, ActivationCheckpointingConfig, CompileConfig, FSDPConfig
+from lerobot_parallel.config.topology import Degrees
+from lerobot_parallel.engine.accelerator import build_accelerator
+from lerobot_parallel.engine.buffers import agree_on_buffers
+from lerobot_parallel.engine.sharding import ShardReport, reshard, shard_policy
+from lerobot_parallel.engine.topology import build_mesh
+from lerobot_parallel.engine.units import transform_units
+from lerobot_parallel.plans import registry
+from tests.policies.builds.common import Batch, Case, make
+
+STEPS = 2
+SAMPLES = 2
+"""Samples of one rank."""
+
+
+def seed_for(step: int, rank: int) -> None:
+    """The noise of one rank's micro-batch, wherever it is computed."""
+    torch.manual_seed(10_000 * (step + 1) + rank)
+    random.seed(100 * step + rank)
+
+
+def optimizer_for(policy: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with a large eps: at 1e-8 it turns rounding noise of near-zero gradients into whole steps."""
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trainable, lr=1e-3, eps=1e-4, foreach=False)
+
+
+def reference(case: Case, ranks: int) -> dict[str, Any]:
+    """Plain torch: each update accumulates the gradients of every rank's batch, drawn with that rank's noise.
+
+    This equals the average of any loss over ranks, also where the loss is no mean over samples.
+    """
+    policy = make(case, seed=0)
+    started = infer(case, policy)
+    policy.train()
+    optimizer = optimizer_for(policy)
+    losses = []
+    for step in range(STEPS):
+        for rank in range(ranks):
+            seed_for(step, rank)
+            loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
+            (loss / ranks).backward()
+            losses.append(loss.item())
+        update(policy, optimizer)
+    state = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
+    return {"state": state, "losses": losses, "started": started, "ended": infer(case, policy)}
+
+
+def copied(batch: Batch) -> Batch:
+    """Some policies write into their batch."""
+    return {k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def update(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    if hasattr(policy, "update"):
+        policy.update()
+
+
+def infer(case: Case, policy: nn.Module) -> dict[str, torch.Tensor]:
+    policy.eval()
+    results = {}
+    for method in case.infer:
+        policy.reset()
+        torch.manual_seed(5)
+        with torch.no_grad():
+            results[method] = getattr(policy, method)(copied((case.observe or case.batch)(SAMPLES, 99))).clone()
+    return results
+
+
+def sharded_run(case: Case, degrees: Degrees, *, checkpoint: Path | None = None, **runtime: Any) -> dict[str, Any]:
+    """One rank's part of the same updates. Ranks build policies of different seeds; `checkpoint` gets DCP shards.
+
+    Args:
+        runtime: `precision`, `recompute`, `compiled`; see `runtime_for`.
+    """
+    accelerator, policy, report, plan = shard(case, degrees, runtime_for(**runtime))
+    # The reference infers before it trains; state that methods leave behind must not differ.
+    started = infer(case, policy)
+    policy.train()
+    optimizer = optimizer_for(policy)
+    losses = []
+    for step in range(STEPS):
+        seed_for(step, dist.get_rank())
+        with accelerator.autocast():
+            loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + dist.get_rank())))
+        loss.backward()
+        losses.append(loss.item())
+        update(policy, optimizer)
+    agree_on_buffers(policy)
+    ended = infer(case, policy)
+    reshard(policy)
+    state = model_state(policy)
+    if checkpoint is not None:
+        dcp.save({MODEL_KEY: state}, storage_writer=dcp.FileSystemWriter(Checkpoint(checkpoint).model_shards))
+        if dist.get_rank() == 0:
+            policy.config._save_pretrained(Checkpoint(checkpoint).pretrained)
+    return {
+        "state": {name: full(tensor) for name, tensor in state.items()},
+        "losses": losses,
+        "started": started,
+        "ended": ended,
+        "units": [unit.name for unit in plan.units],
+        "fsdp": len({id(m._get_fsdp_state()) for m in policy.modules() if isinstance(m, FSDPModule)}),
+        "dtensors": sum(isinstance(p, DTensor) for p in policy.parameters()),
+        "plain": [name for name, p in policy.named_parameters() if not isinstance(p, DTensor)],
+        "ties": len(tied_names(policy)),
+        "report": report,
+    }
+
+
+def runtime_for(*, precision: str = "no", recompute: bool = False, compiled: str = "", reshard: bool = True) -> AcceleratorConfig:
+    return AcceleratorConfig(
+        mixed_precision=precision,
+        activation_checkpointing=ActivationCheckpointingConfig("full" if recompute else "none"),
+        compile=CompileConfig(enabled=bool(compiled), backend=compiled or "inductor"),
+        fsdp=FSDPConfig(reshard_after_forward=reshard),
+    )
+
+
+def shard(case: Case, degrees: Degrees, runtime: AcceleratorConfig) -> tuple[Any, nn.Module, ShardReport, Any]:
+    accelerator = build_accelerator(runtime, degrees, device_type="cpu")
+    policy = make(case, seed=dist.get_rank())
+    plan = registry.resolve(policy, case.policy, runtime.fsdp)
+    transform_units(policy, plan, runtime)
+    report = shard_policy(
+        policy,
+        plan,
+        mesh=build_mesh(degrees, "cpu"),
+        runtime=runtime,
+        device=accelerator.device,
+        autocast=accelerator.autocast,
+    )
+    return accelerator, policy, report, plan
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
