@@ -61,7 +61,9 @@ def killed_everywhere(work: Callable[[], object], check: Callable[[], None]) -> 
 
 
 @pytest.mark.parametrize("old", [b"old", None])
-def test_killed_at_any_change_the_file_is_the_old_or_the_new_one(tmp_path: Path, warmed: None, old: bytes | None) -> None:
+def test_killed_at_any_change_the_file_is_the_old_or_the_new_one(
+    tmp_path: Path, warmed: None, old: bytes | None
+) -> None:
     checkpoint = checkpoint_of(tmp_path, STATE)
     expected = safetensors.torch.save({n: t.contiguous() for n, t in STATE.items()}, {"format": "pt"})
     if old is not None:

@@ -130,11 +130,20 @@ WEIGHTS = {"model.encoder.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)
 PREFIXED = {f"model.{name}": tensor for name, tensor in WEIGHTS.items()}
 OPTIMIZER = {"state": {"head.bias": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
 FOREIGN = {
-    "a nested model, optimizer beside": ({"model": WEIGHTS, "optimizer": OPTIMIZER, "step": 4}, {"optimizer": 2, "step": 1}),
+    "a nested model, optimizer beside": (
+        {"model": WEIGHTS, "optimizer": OPTIMIZER, "step": 4},
+        {"optimizer": 2, "step": 1},
+    ),
     "names at the top": (WEIGHTS, {}),
     "names at the top, with a prefix of their own": (PREFIXED, {}),
-    "names at the top, optimizer beside": (WEIGHTS | {"optimizer": OPTIMIZER, "lr_scheduler": {"n": 1}}, {"lr_scheduler": 1, "optimizer": 2}),
-    "lightning": ({"state_dict": WEIGHTS, "optimizer_states": [OPTIMIZER], "epoch": 3}, {"epoch": 1, "optimizer_states": 2}),
+    "names at the top, optimizer beside": (
+        WEIGHTS | {"optimizer": OPTIMIZER, "lr_scheduler": {"n": 1}},
+        {"lr_scheduler": 1, "optimizer": 2},
+    ),
+    "lightning": (
+        {"state_dict": WEIGHTS, "optimizer_states": [OPTIMIZER], "epoch": 3},
+        {"epoch": 1, "optimizer_states": 2},
+    ),
     "torch's tutorial": ({"app": {"model": WEIGHTS, "optim": OPTIMIZER}}, {"app": 2}),
 }
 

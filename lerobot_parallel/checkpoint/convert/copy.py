@@ -38,7 +38,9 @@ class Written:
 
 
 def default_jobs() -> int:
-    return max(1, min(4, len(os.sched_getaffinity(0))))
+    """As many as there are CPUs for this process, at most 4: more do not make a disk faster."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cpus))
 
 
 def write_tensors(file: PlannedFile, descriptor: int, jobs: int, progress: Progress) -> list[Written]:
@@ -119,9 +121,17 @@ def _run(task: "_Move | _Band", descriptor: int) -> tuple["_Move | _Band", Writt
     while rest:
         count = os.pwrite(descriptor, rest, position)
         rest, position = rest[count:], position + count
-    # On Linux this starts writing back what is dirty there, so that the flush at the end finds little to do.
-    os.posix_fadvise(descriptor, task.target, len(data), os.POSIX_FADV_DONTNEED)
+    leave_cache(descriptor, task.target, len(data))
     return task, Written(task.target, len(data), crc)
+
+
+def leave_cache(descriptor: int, start: int, nbytes: int) -> None:
+    """Tell the system that a range will not be needed soon; 0 bytes: to the end.
+
+    On Linux this starts writing back what is dirty there, so that the flush at the end finds little to do.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _tasks(file: PlannedFile) -> Iterator["_Move | _Band"]:
@@ -215,7 +225,8 @@ def _overlap(
 def _fill(band: torch.Tensor, offsets: tuple[int, ...], chunk: StoredChunk, record: Record | None) -> None:
     low, sizes = _overlap(offsets, tuple(band.shape), chunk)
     inside = [start - offset for start, offset in zip(low, chunk.offsets, strict=True)]
-    place = tuple(slice(start - offset, start - offset + n) for start, offset, n in zip(low, offsets, sizes, strict=True))
+    starts = [start - offset for start, offset in zip(low, offsets, strict=True)]
+    place = tuple(slice(i, i + n) for i, n in zip(starts, sizes, strict=True))
     if record is None:
         whole = load_chunk(chunk.path, chunk.start, chunk.length, chunk.key, torch.Size(chunk.sizes), chunk.dtype)
         band[place].copy_(whole[tuple(slice(i, i + n) for i, n in zip(inside, sizes, strict=True))])
@@ -233,9 +244,8 @@ def _cast(band: torch.Tensor, tensor: PlannedTensor) -> torch.Tensor:
     cast = band.to(tensor.dtype)
     narrower = tensor.dtype.itemsize < tensor.stored.itemsize
     if narrower and (infinite := cast.isinf()).any() and infinite.sum() != band.isinf().sum():
-        raise CheckpointError(
-            tensor.chunks[0].path, f"{tensor.name!r} holds values that are too large for {tensor.dtype}: take bf16 or fp32"
-        )
+        text = f"{tensor.name!r} holds values that are too large for {tensor.dtype}: take bf16 or fp32"
+        raise CheckpointError(tensor.chunks[0].path, text)
     return cast
 
 
@@ -245,14 +255,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _read(chunk: StoredChunk, start: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
-    descriptor = os.open(chunk.path, os.O_RDONLY)
-    try:
-        done = 0
-        while done < nbytes:
-            count = os.preadv(descriptor, [memoryview(data)[done:]], start + done)
+    rest = memoryview(data)
+    with chunk.path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while rest:
+            count = file.readinto(rest)
             if not count:
-                raise CheckpointError(chunk.path, f"is truncated: {chunk.key!r} ends after {start + done} bytes")
-            done += count
-        return data
-    finally:
-        os.close(descriptor)
+                end = start + nbytes - len(rest)
+                raise CheckpointError(chunk.path, f"is truncated: {chunk.key!r} ends after {end} bytes")
+            rest = rest[count:]
+    return data

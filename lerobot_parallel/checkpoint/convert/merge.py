@@ -185,7 +185,8 @@ def _check_deletion(source: Source, plan: Plan, output: Path | None, dtype: str 
     elif plan.index is not None:
         problem = "would leave several files, from which no run resumes", "drop it, or drop --max-shard-size"
     elif plan.left_out:
-        problem = f"would delete {', '.join(plan.left_out)} too, which is beside the model in {source.shards}", "drop it"
+        others = ", ".join(plan.left_out)
+        problem = f"would delete {others} too, which is beside the model in {source.shards}", "drop it"
     if problem is not None:
         raise ConfigError("--delete-dcp", True, *problem)
 
