@@ -6,10 +6,12 @@ strides, another dtype wanted) is assembled band by band, a band being a contigu
 
 import math
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from io import RawIOBase
 from itertools import product
 
 import torch
@@ -23,9 +25,13 @@ Progress = Callable[[int], None]
 """Called with the bytes done since the last call."""
 
 PIECE = 4 << 20
-"""The largest range that a worker holds. With `BAND` it bounds the memory of a conversion."""
+"""The largest range that is one worker's task."""
+BLOCK = 256 << 10
+"""What is read, checksummed and written at a time: it stays in a core's cache meanwhile."""
 BAND = 1 << 20
+"""The largest band. Times a few copies and the number of workers it bounds the memory of a conversion."""
 _SHORTEST_RANGE = 64 << 10
+_worker = threading.local()
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,24 @@ class _Move:
     target: int
     nbytes: int
 
-    def data(self) -> bytearray:
-        return _read(self.chunk, self.source, self.nbytes)
+    def write(self, descriptor: int) -> Written:
+        block = _own_block()
+        crc = 0
+        with self.chunk.path.open("rb", buffering=0) as file:
+            file.seek(self.source)
+            for done in range(0, self.nbytes, BLOCK):
+                data = block[: min(BLOCK, self.nbytes - done)]
+                _read_into(data, file, self.chunk)
+                crc = zlib.crc32(data, crc)
+                _write_at(descriptor, data, self.target + done)
+        return Written(self.target, self.nbytes, crc)
+
+
+def _own_block() -> memoryview:
+    """The worker's own: fresh memory for every read would cost as much as the copy."""
+    if not hasattr(_worker, "block"):
+        _worker.block = memoryview(bytearray(BLOCK))
+    return _worker.block
 
 
 @dataclass(frozen=True)
@@ -107,7 +129,12 @@ class _Band:
     sizes: tuple[int, ...]
     target: int
 
-    def data(self) -> memoryview:
+    def write(self, descriptor: int) -> Written:
+        data = self._data()
+        _write_at(descriptor, data, self.target)
+        return Written(self.target, len(data), zlib.crc32(data))
+
+    def _data(self) -> memoryview:
         band = torch.empty(self.sizes, dtype=self.tensor.stored)
         for chunk, record in self.parts:
             _fill(band, self.offsets, chunk, record)
@@ -115,14 +142,15 @@ class _Band:
 
 
 def _run(task: "_Move | _Band", descriptor: int) -> tuple["_Move | _Band", Written]:
-    data = task.data()
-    crc = zlib.crc32(data)
-    rest, position = memoryview(data), task.target
-    while rest:
-        count = os.pwrite(descriptor, rest, position)
-        rest, position = rest[count:], position + count
-    leave_cache(descriptor, task.target, len(data))
-    return task, Written(task.target, len(data), crc)
+    written = task.write(descriptor)
+    leave_cache(descriptor, written.start, written.nbytes)
+    return task, written
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
 
 
 def leave_cache(descriptor: int, start: int, nbytes: int) -> None:
@@ -255,13 +283,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _read(chunk: StoredChunk, start: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
-    rest = memoryview(data)
     with chunk.path.open("rb", buffering=0) as file:
         file.seek(start)
-        while rest:
-            count = file.readinto(rest)
-            if not count:
-                end = start + nbytes - len(rest)
-                raise CheckpointError(chunk.path, f"is truncated: {chunk.key!r} ends after {end} bytes")
-            rest = rest[count:]
+        _read_into(memoryview(data), file, chunk)
     return data
+
+
+def _read_into(rest: memoryview, file: RawIOBase, chunk: StoredChunk) -> None:
+    while rest:
+        count = file.readinto(rest)
+        if not count:
+            raise CheckpointError(chunk.path, f"is truncated: {chunk.key!r} ends after {file.tell()} bytes")
+        rest = rest[count:]
