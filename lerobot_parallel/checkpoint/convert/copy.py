@@ -143,7 +143,8 @@ class _Band:
 
 def _run(task: "_Move | _Band", descriptor: int) -> tuple["_Move | _Band", Written]:
     written = task.write(descriptor)
-    leave_cache(descriptor, written.start, written.nbytes)
+    if written.nbytes >= BLOCK:
+        leave_cache(descriptor, written.start, written.nbytes)
     return task, written
 
 

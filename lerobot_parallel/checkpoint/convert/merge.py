@@ -65,7 +65,7 @@ def convert(
 
     The file appears complete and flushed, or not at all; an older one is replaced. Every tensor has the shape and the
     bits it was saved with. A tied weight is written under one name where the checkpoint's manifest lists it as tied,
-    and under each of its names otherwise. Each range is checked against the checksum stored with it.
+    and under each of its names otherwise. What is copied as it is, is checked against the checksum stored with it.
 
     Args:
         source: the checkpoint, in any of the forms of `find_source`.
