@@ -91,7 +91,8 @@ def _examined(name: str, look: Callable[[], dict[str, Any]], problems: list[Prob
         return look()
     except Exception as error:
         text = f"cannot be examined: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
-        problems.append(Problem(name, text, "reinstall what it names, e.g. pip install --force-reinstall torch", fatal=True))
+        way_out = "reinstall what it names, e.g. pip install --force-reinstall torch"
+        problems.append(Problem(name, text, way_out, fatal=True))
         return {}
 
 
@@ -137,11 +138,11 @@ def _devices() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return {
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpus": [{"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus],
-        "cuda": torch.version.cuda,
-    }
+    described = [
+        {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus
+    ]
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpus": cpus, "gpus": described, "cuda": torch.version.cuda}
 
 
 def _backends(problems: list[Problem]) -> dict[str, Any]:
@@ -166,10 +167,9 @@ def _tried(backend: str, size: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _ALL_REDUCE, backend]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "LEROBOT_PARALLEL": "0"}
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(size), f"{folder}/store"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
+            subprocess.Popen([*command, str(rank), str(size), f"{folder}/store"], env=env, **streams)
             for rank in range(size)
         ]
         return next((text for text in map(_ended, ranks) if text), "works")
@@ -215,10 +215,12 @@ def _limits(problems: list[Problem], folder: Path) -> dict[str, Any]:
 def _too_small(found: dict[str, Any]) -> Iterator[Problem]:
     if found.get("shared_memory", {"free": _LEAST_SHM})["free"] < _LEAST_SHM:
         free = found["shared_memory"]["free"] >> 20
-        yield Problem("shared memory", f"has {free} MiB free, too few for dataloader workers", "--shm-size=8g for a container")
+        text = f"has {free} MiB free, too few for dataloader workers"
+        yield Problem("shared memory", text, "--shm-size=8g for a container")
     if 0 <= found["open_files"]["soft"] < _LEAST_FILES:
         hard = found["open_files"]["hard"]
         yield Problem("open files", f"are limited to {found['open_files']['soft']}", f"ulimit -n {hard}")
     if found["disk"]["free"] < _LEAST_DISK:
         free = found["disk"]["free"] >> 30
-        yield Problem("disk", f"{free} GiB are free for checkpoints in {found['disk']['path']}", "free some, or --output_dir elsewhere")
+        text = f"{free} GiB are free for checkpoints in {found['disk']['path']}"
+        yield Problem("disk", text, "free some, or --output_dir elsewhere")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("checkpoint", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="Write a new directory: weights, configs, processors.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast floating tensors; others keep theirs.")
-@click.option("--max-shard-size", type=Size(), help="Several files with an index, e.g. 5GB. LeRobot 0.6 loads one only.")
+@click.option("--max-shard-size", type=Size(), help="Several files and an index; LeRobot 0.6 loads one only.")
 @click.option("--delete-dcp", is_flag=True, help="Remove the model shards once the file is written and verified.")
 @click.option("--verify", is_flag=True, help="Read back what was written and compare it.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Ranges copied at a time (default: CPUs, at most 4).")

@@ -40,7 +40,8 @@ def _problems(seen: "Diagnosis") -> list[str]:
 
 def _facts(facts: dict[str, dict[str, Any]]) -> list[str]:
     rows = {name: _package(value) for name, value in facts["packages"].items()}
-    rows["hook"] = f"{'active' if facts['hook'].get('active') else 'not active'}: {facts['hook'].get('reason', 'unknown')}"
+    hook = facts["hook"]
+    rows["hook"] = f"{'active' if hook.get('active') else 'not active'}: {hook.get('reason', 'unknown')}"
     if devices := facts["devices"]:
         rows["devices"] = f"{devices['cpus']} CPUs, {_gpus(devices['gpus'])}"
     rows |= facts["backends"]

@@ -32,7 +32,8 @@ class PublishError(CheckpointError):
 
     def __init__(self, folder: Path, repo_id: str, error: Exception) -> None:
         again = f"lerobot-parallel convert {folder} --push-to-hub {repo_id}"
-        super().__init__(folder, f"is complete, but was not uploaded to {repo_id} ({_reason(error)}); try again: {again}")
+        problem = f"is complete, but was not uploaded to {repo_id} ({_reason(error)})"
+        super().__init__(folder, f"{problem}; try again: {again}")
 
 
 def _reason(error: Exception) -> str:

@@ -21,6 +21,7 @@ from lerobot_parallel.checkpoint.convert import ConvertResult, WrittenFile, conv
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.config.errors import ConfigError
 from tests.support.datasets import copy_peer, peer_dir
+from tests.support.shards import bits, checkpoint_in, save_alone, torch_read
 from tests.support.world import run_world
 
 DTYPES = [
@@ -44,10 +45,6 @@ DTYPES = [
 ODD_NAMES = ["with space", "ünïcode", 'quo"te', "back\\slash", "a.b.0.c"]
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def random(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Any bits, NaNs among them; a bool has but two."""
     draw = torch.Generator().manual_seed(len(str(dtype)) + sum(size))
@@ -68,26 +65,12 @@ def tensors() -> dict[str, torch.Tensor]:
     return made
 
 
-def checkpoint_in(folder: Path) -> layout.Checkpoint:
-    checkpoint = layout.Checkpoint(folder / "checkpoints" / "000004")
-    checkpoint.pretrained.mkdir(parents=True)
-    checkpoint.policy_config.write_text('{"type": "act"}')
-    checkpoint.train_config.write_text("{}")
-    (checkpoint.pretrained / "policy_preprocessor.json").write_text("{}")
-    return checkpoint
-
-
 def save_in_world(checkpoint: layout.Checkpoint, nprocs: int, place: Callable[[str, torch.Tensor], object]) -> None:
     def rank() -> None:
         state = {name: place(name, tensor) for name, tensor in tensors().items()}
         dcp.save({"model": state}, checkpoint_id=checkpoint.model_shards)
 
     run_world(rank, nprocs, init=True)
-
-
-def save_alone(checkpoint: layout.Checkpoint, state: dict) -> None:
-    with pytest.warns(UserWarning):
-        dcp.save({"model": state}, checkpoint_id=checkpoint.model_shards, no_dist=True)
 
 
 def local_pieces(tensor: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
@@ -189,7 +172,7 @@ def test_strided_and_shared_tensors(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state = {"t": base.t(), "slice": base[1:3, 2:], "expanded": base[:1].expand(3, 6), "whole": base, "row": base[0]}
     checkpoint = checkpoint_in(tmp_path)
-    save_alone(checkpoint, state)
+    save_alone(checkpoint.model_shards, {"model": state})
     convert(checkpoint.path, verify=True)
     loaded = safetensors.torch.load_file(checkpoint.model_file)
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {name: bits(t) for name, t in state.items()}
@@ -222,7 +205,7 @@ def test_tied_weights_load_tied_as_the_host_loads_them(tmp_path: Path) -> None:
     """The host's `from_pretrained` is `load_model`, not strict by default."""
     saved, loaded = Tied(), Tied()
     checkpoint = checkpoint_in(tmp_path)
-    save_alone(checkpoint, saved.state_dict())
+    save_alone(checkpoint.model_shards, {"model": saved.state_dict()})
     convert(checkpoint.path)
     missing, _ = safetensors.torch.load_model(loaded, checkpoint.model_file, strict=False)
     assert not missing
@@ -232,7 +215,7 @@ def test_tied_weights_load_tied_as_the_host_loads_them(tmp_path: Path) -> None:
 
 def test_names_of_wrappers_are_not_part_of_the_policy(tmp_path: Path) -> None:
     checkpoint = checkpoint_in(tmp_path)
-    save_alone(checkpoint, {"_orig_mod.a._checkpoint_wrapped_module.weight": torch.ones(2)})
+    save_alone(checkpoint.model_shards, {"model": {"_orig_mod.a._checkpoint_wrapped_module.weight": torch.ones(2)}})
     convert(checkpoint.path)
     assert list(safetensors.torch.load_file(checkpoint.model_file)) == ["a.weight"]
 
@@ -241,7 +224,7 @@ def test_shards_without_planner_data_are_named_by_their_keys(tmp_path: Path) -> 
     import pickle
 
     checkpoint = checkpoint_in(tmp_path)
-    save_alone(checkpoint, {"a.weight": torch.ones(2)})
+    save_alone(checkpoint.model_shards, {"model": {"a.weight": torch.ones(2)}})
     metadata = dcp.FileSystemReader(checkpoint.model_shards).read_metadata()
     metadata.planner_data = None
     (checkpoint.model_shards / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -249,22 +232,12 @@ def test_shards_without_planner_data_are_named_by_their_keys(tmp_path: Path) -> 
     assert list(safetensors.torch.load_file(checkpoint.model_file)) == ["a.weight"]
 
 
-def torch_read(shards: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict = {}
-    reader = dcp.FileSystemReader(shards)
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state["model"]
-
-
 def test_checkpoint_of_other_software_equals_what_torch_reads_and_loads_in_the_host(tmp_path: Path) -> None:
     from lerobot.policies.act.modeling_act import ACTPolicy
 
     checkpoint = layout.Checkpoint(copy_peer(tmp_path) / "fsdp2/000004")
     convert(checkpoint.path, verify=True)
-    expected = torch_read(peer_dir() / "fsdp2/000004/pretrained_model/pytorch_model_fsdp_0")
+    expected = torch_read(peer_dir() / "fsdp2/000004/pretrained_model/pytorch_model_fsdp_0")["model"]
     found = safetensors.torch.load_file(checkpoint.model_file)
     assert {name: (t.dtype, t.shape, bits(t)) for name, t in found.items()} == {
         name: (t.dtype, t.shape, bits(t)) for name, t in expected.items()
@@ -295,7 +268,7 @@ def test_output_is_a_new_directory_that_the_host_loads(tmp_path: Path) -> None:
 
 def small(folder: Path) -> layout.Checkpoint:
     checkpoint = checkpoint_in(folder)
-    save_alone(checkpoint, {"a": torch.arange(6.0), "b": torch.ones(2, 2)})
+    save_alone(checkpoint.model_shards, {"model": {"a": torch.arange(6.0), "b": torch.ones(2, 2)}})
     return checkpoint
 
 
@@ -381,7 +354,7 @@ def test_damaged_shard_leaves_the_old_file(tmp_path: Path) -> None:
 
 BAD_STATES = {
     "a value that is no tensor": ({"model": {"a": torch.ones(1), "extra": 3}}, "'model.extra' is no tensor"),
-    "two models": ({"a": {"model": {"a": torch.ones(1)}}, "b": {"model": {"a": torch.ones(1)}}}, "more than one model: a.model"),
+    "two models": ({name: {"model": {"a": torch.ones(1)}} for name in "ab"}, "more than one model: a.model"),
     "no model": ({"optimizer": {"a": torch.ones(1)}}, "holds no tensors of a model"),
     "a dtype without a name": ({"model": {"a": torch.ones(1, dtype=torch.complex128)}}, "complex128"),
     "a reserved name": ({"model": {"__metadata__": torch.ones(1)}}, "'__metadata__', which is taken"),

@@ -35,7 +35,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return pretrained.parent
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["convert", "--help"], ["demo", "--help"]])
+HELP = [["--help"], ["--version"], *([name, "--help"] for name in ("convert", "inspect", "doctor", "demo"))]
+
+
+@pytest.mark.parametrize("args", HELP)
 def test_help_answers_at_once_and_imports_neither_torch_nor_the_host(args: list[str]) -> None:
     script = (
         "import sys\nfrom lerobot_parallel.cli.main import main\n"
@@ -47,28 +50,55 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_the_host(args: list[
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
         times.append(time.monotonic() - started)
-    assert min(times) < 0.5
+    assert min(times) < 0.4
 
 
 def test_commands_and_version() -> None:
     assert run("--version").stdout == f"lerobot-parallel, version {lerobot_parallel.__version__}\n"
     help_text = run("--help").stdout
-    assert [line.split()[0] for line in help_text.split("Commands:\n")[1].splitlines()] == ["convert", "demo"]
+    assert [line.split()[0] for line in help_text.split("Commands:\n")[1].splitlines()] == [
+        "convert",
+        "inspect",
+        "doctor",
+        "demo",
+    ]
+
+
+def test_importing_the_package_imports_neither_torch_nor_the_host() -> None:
+    script = "import sys, lerobot_parallel; assert not {'torch', 'lerobot', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_options_are_the_ones_decided_on() -> None:
     """Adding one is a decision."""
-    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "demo")}
+    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "inspect", "doctor", "demo")}
     assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
         "convert": [
             *("checkpoint", "--output", "--dtype", "--max-shard-size", "--delete-dcp", "--verify", "--jobs", "--to"),
             *("--push-to-hub", "--private", "--dry-run", "--json"),
         ],
+        "inspect": ["checkpoint", "--tensors", "--verify", "--json"],
+        "doctor": ["--dir", "--json"],
         "demo": ["--dir", "--json"],
     }
 
 
-@pytest.mark.parametrize("args", [["bogus"], ["convert"], ["convert", "x", "--bogus"], ["--bogus"]])
+WRONG = [
+    ["bogus"],
+    ["--bogus"],
+    ["convert"],
+    ["convert", "x", "--bogus"],
+    ["convert", "x", "--max-shard-size", "many"],
+    ["convert", "x", "--dtype", "int4"],
+    ["convert", "x", "--jobs", "0"],
+    ["convert", "x", "--to", "dcp", "--dtype", "bf16"],
+    ["convert", "x", "--to", "dcp", "--push-to-hub", "me/x"],
+    ["convert", "x", "--private"],
+    ["convert", "x", "--dry-run", "--push-to-hub", "me/x"],
+]
+
+
+@pytest.mark.parametrize("args", WRONG)
 def test_wrong_usage_exits_with_2(args: list[str]) -> None:
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -110,6 +140,33 @@ def test_convert_deletes_the_shards_once_and_then_has_nothing_to_do(checkpoint: 
     assert result.exit_code == 0
     assert result.stdout.startswith("nothing to convert: ")
     assert not (checkpoint / "pretrained_model" / "pytorch_model_fsdp_0").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("700", 700), ("2kb", 2000)])
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    from lerobot_parallel.cli.output import Size
+
+    assert Size().convert(text, None, None) == size
+
+
+def test_convert_options_reach_the_result(checkpoint: Path, tmp_path: Path) -> None:
+    planned = run("convert", checkpoint, "--dry-run", "--dtype", "bf16", "--max-shard-size", "5GB", "--json")
+    printed = json.loads(planned.stdout)
+    assert printed["dry_run"] and not printed["converted"]
+    assert not (checkpoint / "pretrained_model" / "model.safetensors").exists()
+    written = run("convert", checkpoint, "--dtype", "bf16", "--output", tmp_path / "out", "--json", "--jobs", "2")
+    assert json.loads(written.stdout)["bytes"] == printed["bytes"]
+
+
+def test_convert_to_dcp_and_back(checkpoint: Path, tmp_path: Path) -> None:
+    first = run("convert", checkpoint, "--delete-dcp")
+    path = checkpoint / "pretrained_model" / "model.safetensors"
+    before = path.read_bytes()
+    assert first.exit_code == 0
+    there = run("convert", checkpoint, "--to", "dcp", "--verify")
+    assert there.stdout.startswith(f"wrote {path.with_name('pytorch_model_fsdp_0')}: 1 tensors, 12 B, ")
+    assert json.loads(run("convert", checkpoint, "--json").stdout)["converted"]
+    assert path.read_bytes() == before
 
 
 def one_line(result: Result) -> str:

@@ -132,20 +132,21 @@ def _create(hub: Hub, body: bytes) -> tuple[int, Any]:
 def _info(hub: Hub, body: bytes, repo: str) -> tuple[int, Any]:
     if repo not in hub.repos:
         return 404, {"error": "Repository not found"}
-    files = [{"rfilename": name} for name in sorted(hub.repos[repo].files)]
-    commits = hub.repos[repo].commits
-    return 200, {"id": repo, "modelId": repo, "private": hub.repos[repo].private, "sha": _oid(commits), "siblings": files}
+    kept = hub.repos[repo]
+    files = [{"rfilename": name} for name in sorted(kept.files)]
+    return 200, {"id": repo, "modelId": repo, "private": kept.private, "sha": _oid(kept.commits), "siblings": files}
 
 
 def _preupload(hub: Hub, body: bytes, repo: str) -> tuple[int, Any]:
     if hub.refuse:
         return hub.refuse, {"error": "the storage quota is exceeded"}
     large = (".safetensors", ".distcp", ".bin")
-    files = [
-        {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(large) else "regular", "shouldIgnore": False}
-        for file in json.loads(body)["files"]
-    ]
-    return 200, {"files": files}
+    modes = {path: "lfs" if path.endswith(large) else "regular" for path in _paths(body)}
+    return 200, {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
+
+
+def _paths(body: bytes) -> list[str]:
+    return [file["path"] for file in json.loads(body)["files"]]
 
 
 def _batch(hub: Hub, body: bytes, repo: str) -> tuple[int, Any]:

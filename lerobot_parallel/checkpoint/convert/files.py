@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lerobot_parallel.checkpoint import layout
 from lerobot_parallel.checkpoint.convert.checksum import combined
-from lerobot_parallel.checkpoint.convert.copy import PIECE, Progress, Written, write_tensors
+from lerobot_parallel.checkpoint.convert.copy import PIECE, Progress, Written, leave_cache, write_tensors
 from lerobot_parallel.checkpoint.convert.plan import Plan, PlannedFile
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 
@@ -97,16 +97,17 @@ def _write_header(file: PlannedFile, descriptor: int) -> Written:
 def _preallocate(descriptor: int, nbytes: int, target: Path) -> None:
     """Room now rather than an error after minutes; a file system that cannot reserve it gets a size at least."""
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        if hasattr(os, "posix_fallocate"):
+            return os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
             raise OSError(error.errno, os.strerror(error.errno), str(target)) from None
-        os.ftruncate(descriptor, nbytes)
+    os.ftruncate(descriptor, nbytes)
 
 
 def _read_back(file: PlannedFile, parts: list[Written], descriptor: int, target: Path, progress: Progress) -> None:
     """Compare what the disk gives back with the checksums of what was read from the shards."""
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    leave_cache(descriptor, 0, 0)
     for part in parts:
         crc = 0
         for start in range(part.start, part.start + part.nbytes, PIECE):
@@ -124,7 +125,8 @@ def check_space(folder: Path, nbytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes are needed, {free} are free", str(folder))
+        text = f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes are needed, {free} are free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def convert(
 
     The file appears complete and flushed, or not at all; an older one is replaced. Every tensor has the shape and the
     bits it was saved with. A tied weight is written under one name where the checkpoint's manifest lists it as tied,
-    and under each of its names otherwise. Each range is checked against the checksum stored with it.
+    and under each of its names otherwise. What is copied as it is, is checked against the checksum stored with it.
 
     Args:
         source: the checkpoint, in any of the forms of `find_source`.
@@ -185,7 +185,8 @@ def _check_deletion(source: Source, plan: Plan, output: Path | None, dtype: str 
     elif plan.index is not None:
         problem = "would leave several files, from which no run resumes", "drop it, or drop --max-shard-size"
     elif plan.left_out:
-        problem = f"would delete {', '.join(plan.left_out)} too, which is beside the model in {source.shards}", "drop it"
+        others = ", ".join(plan.left_out)
+        problem = f"would delete {others} too, which is beside the model in {source.shards}", "drop it"
     if problem is not None:
         raise ConfigError("--delete-dcp", True, *problem)
 

@@ -1,7 +1,7 @@
 """Which keys of a DCP state dict are the model's weights, under which names, and what is beside them.
 
-Trainers nest differently: `{"model": {fqn: …}}` (accelerate, this engine), `{"state_dict": …}`, `{"app": {"model": …}}`,
-or the FQNs at the top with the optimizer beside them.
+Trainers nest differently: `{"model": {fqn: …}}` (accelerate, this engine), `{"state_dict": …}`,
+`{"app": {"model": …}}`, or the FQNs at the top with the optimizer beside them.
 """
 
 from collections import Counter

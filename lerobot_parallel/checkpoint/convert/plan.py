@@ -42,7 +42,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the result: `dtype` is what is written, `chunks` hold `stored`; `start` is its first byte in the file."""
+    """A tensor of the result: `dtype` is what is written, `chunks` hold `stored`; `start` is its first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -152,8 +152,8 @@ def _dropped(tensors: Mapping[str, PlannedTensor], groups: list[list[str]]) -> d
     dropped = {}
     for group in groups:
         first, *others = sorted(name for name in group if name in tensors) or [""]
-        same = [n for n in others if (tensors[n].shape, tensors[n].stored) == (tensors[first].shape, tensors[first].stored)]
-        dropped.update(dict.fromkeys(same, first))
+        kinds = {name: (tensors[name].shape, tensors[name].stored) for name in (first, *others) if name}
+        dropped.update({name: first for name in others if kinds[name] == kinds[first]})
     return dropped
 
 
@@ -213,7 +213,8 @@ def _as_before(shards: Path, tensors: list[PlannedTensor]) -> PlannedFile | None
         for name, said in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):
             tensor = by_name.pop(name)
             expected = [end, end := end + tensor.nbytes]
-            if (said["dtype"], said["shape"], said["data_offsets"]) != (DTYPES[tensor.dtype], [*tensor.shape], expected):
+            described = said["dtype"], said["shape"], said["data_offsets"]
+            if described != (DTYPES[tensor.dtype], [*tensor.shape], expected):
                 return None
             placed.append(replace(tensor, start=len(header) + expected[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

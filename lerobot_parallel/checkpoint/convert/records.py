@@ -39,7 +39,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A part of a tensor, and the item that holds it. Offsets and sizes are in elements, `start` and `length` in bytes."""
+    """A part of a tensor, and the item that holds it. `start` and `length` of the item are in bytes."""
 
     key: str
     dtype: torch.dtype

@@ -47,9 +47,9 @@ class Source:
         """Groups of names of one weight each, as the manifest of the checkpoint lists them; shards do not say."""
         try:
             groups = json.loads(self.checkpoint.manifest.read_bytes())["tied"] if self.checkpoint else []
+            return [[name for name in group if isinstance(name, str)] for group in groups]
         except (OSError, ValueError, KeyError, TypeError):
             return []
-        return [group for group in groups or [] if isinstance(group, list) and all(isinstance(n, str) for n in group)]
 
 
 def _listed(index: Path) -> list[Path]:
