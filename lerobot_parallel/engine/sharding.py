@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
@@ -80,7 +81,7 @@ def shard_policy(
     Raises:
         ConfigError: `fsdp.ignored_modules` matches no module.
     """
-    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision)
+    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision, mesh.device_type)
     weights = take_weights(policy)
     upcast_trainable(policy)
     ignored = ignored_parameters(policy, runtime.fsdp.ignored_modules)
@@ -104,18 +105,27 @@ def upcast_trainable(policy: nn.Module) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def _compute_dtypes(policy: nn.Module, precision: str) -> dict[str, torch.dtype]:
+def _compute_dtypes(policy: nn.Module, precision: str, device_type: str) -> dict[str, torch.dtype]:
     """The dtype in which each parameter computes, by FQN; asked before trainable parameters are upcast.
 
     Without mixed precision that is the dtype it is kept in, fp32 for trainable ones, which is also what code
     that reads `weight.dtype` sees. With bf16 it is bf16, but for the fp32 parameters of a policy that has
-    narrower ones too: that policy keeps them in fp32 on purpose.
+    narrower ones too: that policy keeps them in fp32 on purpose. Norms that cannot mix stay in fp32, as under DDP.
     """
     floating = {n: p for n, p in policy.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     if precision == "no":
         return {name: torch.float32 if p.requires_grad else p.dtype for name, p in floating.items()}
     mixed = any(p.dtype.itemsize < 4 for p in floating.values())
-    return {n: torch.float32 if mixed and p.dtype.itemsize >= 4 else torch.bfloat16 for n, p in floating.items()}
+    wide = {n for n, p in floating.items() if mixed and p.dtype.itemsize >= 4} | _fp32_norms(policy, device_type)
+    return {n: torch.float32 if n in wide else torch.bfloat16 for n in floating}
+
+
+def _fp32_norms(policy: nn.Module, device_type: str) -> set[str]:
+    """Parameters of norms that take no bf16 weights: batch norms keep fp32 statistics, and on CPU neither kernel nor
+    autocast lets a norm have bf16 weights and an fp32 input."""
+    classes = (_BatchNorm,) if device_type != "cpu" else (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    norms = ((name, module) for name, module in policy.named_modules() if isinstance(module, classes))
+    return {f"{name}.{parameter}" for name, module in norms for parameter in module._parameters}
 
 
 def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:

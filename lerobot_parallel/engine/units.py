@@ -9,7 +9,9 @@ anyway, and what a policy does between the leaves is out of reach. Single projec
 units of their own are left alone for the same reason.
 """
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,6 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig, CompileConfig
 from lerobot_parallel.plans.plan import ResolvedPlan
+
+
+# How transformers passes a key-value cache, also in training where a policy does not switch it off.
+_CACHE = "past_key_values"
 
 
 def needs_units(runtime: AcceleratorConfig) -> bool:
@@ -58,9 +64,27 @@ def _checkpointed(forward: Callable) -> Callable:
     def recomputed(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        repeatable = _with_fresh_cache(forward, kwargs.pop(_CACHE)) if kwargs.get(_CACHE) is not None else forward
+        return checkpoint(repeatable, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     return recomputed
+
+
+def _with_fresh_cache(forward: Callable, cache: object) -> Callable:
+    """`forward` with a key-value cache, into which it writes once; each repetition finds what it found before.
+
+    Layers replace what a cache holds instead of writing into it, so two levels of shallow copies are enough.
+    """
+    found = _copy_cache(cache)
+    caches = itertools.chain([cache], iter(lambda: _copy_cache(found), None))
+    return lambda *args, **kwargs: forward(*args, **{_CACHE: next(caches)}, **kwargs)
+
+
+def _copy_cache(cache: object) -> object:
+    twin = copy.copy(cache)
+    if hasattr(cache, "layers"):
+        twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin
 
 
 def _compiled(forward: Callable, config: CompileConfig) -> Callable:

@@ -94,7 +94,7 @@ BUILTIN_PLANS: dict[str, Plan] = {
     "groot": WrapPlan(
         units=("BasicTransformerBlock", *_QWEN3, "CategorySpecificMLP", "MultiEmbodimentActionEncoder"),
     ),
-    "lingbot_va": WrapPlan(units=("WanTransformerBlock",)),
+    "lingbot_va": WrapPlan(units=("WanTransformerBlock",), needs_bf16="its training forward casts its inputs to bf16"),
     # Losses read `lm_head.weight`, discrete inference the two tables of `wte`, without a call. Discrete decoding
     # ends when a rank's own samples do.
     "molmoact2": WrapPlan(

@@ -38,6 +38,7 @@ class WrapPlan(BaseModel):
             do, so that ranks may stop at different steps; the model must fit a device meanwhile.
         pointless: why sharding gains nothing here; said in a warning.
         unshardable: why a run cannot be sharded, or trained at all; said in a refusal.
+        needs_bf16: why it trains under bf16 only, though sharding keeps fp32 masters; said in a refusal.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,6 +52,7 @@ class WrapPlan(BaseModel):
     gathered_methods: tuple[str, ...] = ()
     pointless: str = ""
     unshardable: str = ""
+    needs_bf16: str = ""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ def find_plan(policy_type: str, policy_class: type) -> tuple[Plan, str] | None:
     return None
 
 
-def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig, *, sharded: bool = True) -> None:
+def check_plan_exists(
+    policy_type: str, policy_class: type, fsdp: FSDPConfig, *, sharded: bool = True, precision: str = ""
+) -> None:
     """Refuse to shard a policy that cannot be, or to act on the units of one of which nobody says what they are.
 
     Raises:
@@ -61,6 +63,9 @@ def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig, *,
         raise ConfigError(
             "--parallelism.dp_shard", "above 1", f"{policy_type} is not sharded: {plan.unshardable}", "use --parallelism.dp_shard=1"
         )
+    if sharded and isinstance(plan, WrapPlan) and plan.needs_bf16 and precision == "no":
+        reason = f"sharded weights of {policy_type} are fp32, and {plan.needs_bf16}"
+        raise ConfigError("--accelerator.mixed_precision", precision, reason, "use bf16")
     if fsdp.wrap_modules or fsdp.min_num_params or plan is not None:
         return
     raise ConfigError(

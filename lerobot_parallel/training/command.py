@@ -64,7 +64,13 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     degrees = check_config(cfg, world_size=world_size)
     resumed = _check_checkpoint(cfg) if cfg.resume else None
     if degrees.sharded or needs_units(cfg.accelerator):
-        check_plan_exists(cfg.trainable_config.type, _trained_class(cfg), cfg.accelerator.fsdp, sharded=degrees.sharded)
+        check_plan_exists(
+            cfg.trainable_config.type,
+            _trained_class(cfg),
+            cfg.accelerator.fsdp,
+            sharded=degrees.sharded,
+            precision=cfg.accelerator.mixed_precision,
+        )
     if degrees.sharded and rank_from_env() == 0:
         check_names(cfg)
     return degrees, resumed

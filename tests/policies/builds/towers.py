@@ -128,7 +128,8 @@ def molmoact2_batch(n: int, seed: int) -> Batch:
 _EVO_STUBS = "InternVL of three layers from a local folder"
 
 CASES = [
-    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1),
+    # Unsharded and under autocast, this tiny build's loss is 1.6 % from fp32 too (1.0679 for 1.0854).
+    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1, bf16=0.02),
     Case(
         "evo1_stage1",
         "evo1",
