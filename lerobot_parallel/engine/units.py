@@ -22,7 +22,6 @@ from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig, CompileConfig
 from lerobot_parallel.plans.plan import ResolvedPlan
 
-
 # How transformers passes a key-value cache, also in training where a policy does not switch it off.
 _CACHE = "past_key_values"
 
@@ -96,5 +95,8 @@ def _check_backend(config: CompileConfig) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if config.backend not in known:
         raise ConfigError(
-            "--accelerator.compile.backend", config.backend, "torch knows no such backend", f"use one of {', '.join(known)}"
+            "--accelerator.compile.backend",
+            config.backend,
+            "torch knows no such backend",
+            f"use one of {', '.join(known)}",
         )

@@ -107,7 +107,9 @@ BUILTIN_PLANS: dict[str, Plan] = {
         keep_in_root=("*.lm_head", "*.wte"),
         gathered_methods=INFERENCE_METHODS,
     ),
-    "multi_task_dit": WrapPlan(units=("TransformerBlock", "CLIPEncoderLayer"), modules=("*.embeddings.token_embedding",)),
+    "multi_task_dit": WrapPlan(
+        units=("TransformerBlock", "CLIPEncoderLayer"), modules=("*.embeddings.token_embedding",)
+    ),
     "pi0": _pi0(),
     "pi05": _pi0(),
     # Layers are called here, one tower, and the head is used but not tied. Decoding ends when a rank's own samples do.

@@ -170,7 +170,8 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     methods = tuple(m for m in plan.forward_methods if callable(getattr(policy, m, None)))
     for name, reason in dissolved.items():
         logging.warning("unit %s stays in the root: %s", name, reason)
-    return ResolvedPlan(source, tuple(units), methods, tuple(m for m in plan.gathered_methods if m in methods), dissolved)
+    gathered = tuple(m for m in plan.gathered_methods if m in methods)
+    return ResolvedPlan(source, tuple(units), methods, gathered, dissolved)
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:

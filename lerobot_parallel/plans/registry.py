@@ -61,7 +61,10 @@ def check_plan_exists(
     plan, _ = find_plan(policy_type, policy_class) or (None, "")
     if sharded and isinstance(plan, WrapPlan) and plan.unshardable:
         raise ConfigError(
-            "--parallelism.dp_shard", "above 1", f"{policy_type} is not sharded: {plan.unshardable}", "use --parallelism.dp_shard=1"
+            "--parallelism.dp_shard",
+            "above 1",
+            f"{policy_type} is not sharded: {plan.unshardable}",
+            "use --parallelism.dp_shard=1",
         )
     if sharded and isinstance(plan, WrapPlan) and plan.needs_bf16 and precision == "no":
         reason = f"sharded weights of {policy_type} are fp32, and {plan.needs_bf16}"
@@ -118,7 +121,12 @@ def known_plans() -> list[dict[str, Any]]:
         try:
             rows[entry.name] = _row(entry.name, f"package {_package(entry)}", _load_plan(entry))
         except ConfigError as error:
-            rows[entry.name] = {"policy": entry.name, "source": f"package {_package(entry)}", "units": [], "note": str(error)}
+            rows[entry.name] = {
+                "policy": entry.name,
+                "source": f"package {_package(entry)}",
+                "units": [],
+                "note": str(error),
+            }
     return [rows[policy_type] for policy_type in sorted(rows)]
 
 
@@ -126,7 +134,9 @@ def _row(policy_type: str, source: str, plan: Plan) -> dict[str, Any]:
     if not isinstance(plan, WrapPlan):
         return {"policy": policy_type, "source": source, "units": [], "note": "its units follow from the built policy"}
     groups = [f"leaves of {group[0].partition('.{i}')[0]}" for group in plan.groups]
-    note = (plan.unshardable and f"not sharded: {plan.unshardable}") or (plan.pointless and f"pointless: {plan.pointless}")
+    note = (plan.unshardable and f"not sharded: {plan.unshardable}") or (
+        plan.pointless and f"pointless: {plan.pointless}"
+    )
     return {"policy": policy_type, "source": source, "units": [*plan.units, *groups, *plan.modules], "note": note}
 
 

@@ -38,7 +38,9 @@ def default_config(policy_type: str) -> Any:
     try:
         return make(policy_type, input_features=inputs, output_features=outputs)
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError("POLICY", policy_type, f"the host makes no config of it ({error})", "give --config, or another type") from None
+        raise ConfigError(
+            "POLICY", policy_type, f"the host makes no config of it ({error})", "give --config, or another type"
+        ) from None
 
 
 def read_config(path: str) -> Any:
@@ -58,7 +60,9 @@ def read_config(path: str) -> Any:
             (Path(copy) / "config.json").write_text(json.dumps(data))
             return base.from_pretrained(copy)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("--config", path, f"no policy's config can be read from it ({error})", "name a config.json") from None
+        raise ConfigError(
+            "--config", path, f"no policy's config can be read from it ({error})", "name a config.json"
+        ) from None
 
 
 def build_skeleton(config: Any) -> nn.Module:

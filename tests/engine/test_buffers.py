@@ -63,5 +63,7 @@ def _step_after(agree: bool) -> torch.Tensor:
 
 
 def test_agreeing_changes_no_training_step(world: Callable) -> None:
-    for with_, without in zip(world(_step_after, 2, True, init=True), world(_step_after, 2, False, init=True), strict=True):
+    for with_, without in zip(
+        world(_step_after, 2, True, init=True), world(_step_after, 2, False, init=True), strict=True
+    ):
         assert torch.equal(with_, without)

@@ -106,16 +106,22 @@ def test_inductor_compiles_units(world: Callable, name: str) -> None:
     run = functools.partial(train, degrees, dropout=0.0)
     plain = world(run, degrees.world_size, runtime())
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    for ours, theirs in zip(world(run, degrees.world_size, runtime(backend="inductor"), timeout=280, env=env), plain, strict=True):
+    for ours, theirs in zip(
+        world(run, degrees.world_size, runtime(backend="inductor"), timeout=280, env=env), plain, strict=True
+    ):
         same(ours, theirs, COMPILED)
 
 
 def test_units_within_units_and_leaves_are_left_alone() -> None:
     policy = make_toy()
-    plan = resolve_plan(PLAN.model_copy(update={"units": ("ToyBlock", "ToyNorm")}), policy, source="test")
     names = {id(module): name for name, module in policy.named_modules()}
-    expected = {"blocks.0", "blocks.1"} | {f"joint.{stack}.{i}.mlp" for stack in ("prefix", "suffix") for i in (0, 1)}
-    assert {names[id(module)] for module in transformable(plan)} == expected
+    blocks, mlps = (
+        {"blocks.0", "blocks.1"},
+        {f"joint.{stack}.{i}.mlp" for stack in ("prefix", "suffix") for i in (0, 1)},
+    )
+    for units, expected in ((("ToyBlock",), blocks | mlps), (("ToyBlock", "ToyJoint"), blocks | {"joint"})):
+        plan = resolve_plan(PLAN.model_copy(update={"units": units}), policy, source="test")
+        assert {names[id(module)] for module in transformable(plan)} == expected
 
 
 def test_no_wrapper_appears_and_signatures_stay() -> None:

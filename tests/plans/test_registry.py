@@ -125,7 +125,9 @@ def test_a_class_that_declares_nonsense_names_its_package(units: object) -> None
     cls = type("Declaring", (Plain,), {"_fsdp_wrap_modules": units, "__module__": "pydantic.main"})
     with pytest.raises(ConfigError) as error:
         registry.find_plan("foreign", cls)
-    assert "Declaring._fsdp_wrap_modules" in one_line(error) and "package pydantic declares no valid plan" in str(error.value)
+    assert "Declaring._fsdp_wrap_modules" in one_line(error) and "package pydantic declares no valid plan" in str(
+        error.value
+    )
 
 
 def test_no_plan_says_how_to_give_one() -> None:
@@ -164,7 +166,9 @@ def test_every_type_of_the_host_has_a_plan() -> None:
     from lerobot.configs.rewards import RewardModelConfig
 
     host = {n for n, c in PreTrainedConfig.get_known_choices().items() if c.__module__.startswith("lerobot.policies.")}
-    rewards = {n for n, c in RewardModelConfig.get_known_choices().items() if c.__module__.startswith("lerobot.rewards.")}
+    rewards = {
+        n for n, c in RewardModelConfig.get_known_choices().items() if c.__module__.startswith("lerobot.rewards.")
+    }
     assert host | rewards == BUILTIN_PLANS.keys()
 
 
@@ -182,7 +186,9 @@ def test_known_plans_list_other_packages_and_what_is_wrong_with_them(install) ->
 def host_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A policy module of a host that has an engine: its base class declares no units."""
     module = ModuleType("lerobot.policies.pi0.modeling_pi0")
-    base = type("PreTrainedPolicy", (nn.Module,), {"_fsdp_wrap_modules": None, "__module__": "lerobot.policies.pretrained"})
+    base = type(
+        "PreTrainedPolicy", (nn.Module,), {"_fsdp_wrap_modules": None, "__module__": "lerobot.policies.pretrained"}
+    )
     module.PreTrainedPolicy = base
     module.PI0Policy = type("PI0Policy", (base,), {"name": "pi0", "__module__": module.__name__})
     module.PI0Own = type("PI0Own", (base,), {"name": "pi0", "_fsdp_wrap_modules": ["X"], "__module__": module.__name__})

@@ -67,7 +67,10 @@ def reference(case: Case, ranks: int) -> dict[str, Any]:
 
 def copied(batch: Batch) -> Batch:
     """Some policies write into their batch."""
-    return {k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    return {
+        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, torch.Tensor) else v
+        for k, v in batch.items()
+    }
 
 
 def update(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +158,9 @@ def resumed_run(case: Case, degrees: Degrees, checkpoint: Path) -> dict[str, tor
     return {name: full(tensor) for name, tensor in model_state(policy).items()}
 
 
-def runtime_for(*, precision: str = "no", recompute: bool = False, compiled: str = "", reshard: bool = True) -> AcceleratorConfig:
+def runtime_for(
+    *, precision: str = "no", recompute: bool = False, compiled: str = "", reshard: bool = True
+) -> AcceleratorConfig:
     return AcceleratorConfig(
         mixed_precision=precision,
         activation_checkpointing=ActivationCheckpointingConfig("full" if recompute else "none"),

@@ -12,7 +12,7 @@ from lerobot_parallel.plans import registry
 from lerobot_parallel.plans.report import PlanReport, report
 from tests.policies.builds.full_size import BUILDERS
 
-# Measured from outside with a script of its own (shared notes), in percent; ours may be higher where a plan has more units.
+# In percent, measured by other means (shared notes); ours is higher where a plan has more units.
 MEASURED = {
     "act": 99.0,
     "diffusion": 95.8,
@@ -92,7 +92,8 @@ def test_the_command_lists_every_plan_without_building_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"), [(["nosuch"], "POLICY=nosuch"), (["--config", "/nowhere/config.json"], "--config=/nowhere/config.json")]
+    ("args", "words"),
+    [(["nosuch"], "POLICY=nosuch"), (["--config", "/nowhere/config.json"], "--config=/nowhere/config.json")],
 )
 def test_the_command_refuses_on_one_line(world: Callable, args: list[str], words: str) -> None:
     (text,) = world(_command, 1, *args)

@@ -28,8 +28,9 @@ def _decode(policy: Any, first_token_ends: bool) -> tuple[torch.Tensor, int]:
     calls: list[int] = []
     handle = policy.model.paligemma_with_expert.paligemma.lm_head.register_forward_pre_hook(lambda *_: calls.append(1))
     token = 0 if first_token_ends else NEVER
-    policy._paligemma_tokenizer.convert_tokens_to_ids = lambda *_: token
-    policy._paligemma_tokenizer.encode = lambda *_, **__: [token]
+    tokenizer = policy._paligemma_tokenizer
+    ids = type(tokenizer).convert_tokens_to_ids
+    tokenizer.convert_tokens_to_ids = lambda words: token if words == "|" else ids(tokenizer, words)
     head = policy.model.paligemma_with_expert.paligemma.lm_head
     always = head.register_forward_hook(lambda _m, _i, logits: logits.index_fill(-1, torch.tensor([0]), 1e9))
     policy.predict_action_chunk(observation(pi_batch(1, 3)))
@@ -53,7 +54,7 @@ def _alone() -> list[tuple[torch.Tensor, int]]:
 
 
 def test_ranks_that_stop_at_different_steps_finish_with_the_unsharded_tokens(world: Callable) -> None:
-    (short, long), = world(_alone, 1)
+    ((short, long),) = world(_alone, 1)
     assert (short[1], long[1]) == (1, STEPS)
     first, second = world(_on_rank, 2, True)
     for ours, theirs in zip([*first, *second], [short, long, long, short], strict=True):

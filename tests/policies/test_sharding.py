@@ -64,7 +64,9 @@ def assert_updates(case: Case, result: dict[str, Any], expected: dict[str, Any],
         if tolerance == 0.0:
             assert torch.equal(result["state"][name], tensor), name
         else:
-            torch.testing.assert_close(result["state"][name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                result["state"][name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @cases
@@ -73,7 +75,9 @@ def test_two_updates_equal_the_accumulating_reference(sharded: Callable, referen
     results, _ = sharded(name)
     for rank, result in enumerate(results):
         assert_updates(case, result, expected, case.tolerance)
-        assert result["losses"] == pytest.approx(expected["losses"][rank::2], rel=1e-5 if case.precision == "no" else 2e-3)
+        assert result["losses"] == pytest.approx(
+            expected["losses"][rank::2], rel=1e-5 if case.precision == "no" else 2e-3
+        )
     record(case, "FSDP2")
     if case.precision == "bf16":
         record(case, "bf16")
@@ -121,7 +125,9 @@ def test_bf16_loss_is_that_of_fp32(world: Callable, references: Callable, name: 
 
 
 @cases
-def test_converted_shards_load_into_the_host(world: Callable, sharded: Callable, references: Callable, name: str) -> None:
+def test_converted_shards_load_into_the_host(
+    world: Callable, sharded: Callable, references: Callable, name: str
+) -> None:
     case, expected = CASES[name], references(name, 2)["state"]
     results, folder = sharded(name)
     convert(folder, verify=True)

@@ -61,7 +61,9 @@ class Case:
     loss: Callable[[nn.Module, Batch], Tensor] = field(default=lambda policy, batch: policy(batch)[0])
 
 
-def features(*, state: int = WIDTH, size: tuple[int, int] | None = (32, 32), cameras: tuple[str, ...] = (CAMERA,)) -> dict[str, dict]:
+def features(
+    *, state: int = WIDTH, size: tuple[int, int] | None = (32, 32), cameras: tuple[str, ...] = (CAMERA,)
+) -> dict[str, dict]:
     inputs = {STATE: PolicyFeature(FeatureType.STATE, (state,))} if state else {}
     if size is not None:
         inputs |= {camera: PolicyFeature(FeatureType.VISUAL, (3, *size)) for camera in cameras}

@@ -42,7 +42,12 @@ _QWEN3 = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6},
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+            "rope_theta": 5e6,
+        },
     },
     "vision_config": {
         "depth": 24,
@@ -64,9 +69,8 @@ def pi0_fast() -> nn.Module:
 
 
 def eo1() -> nn.Module:
-    from transformers import Qwen2_5_VLConfig
-
     from lerobot.policies.eo1.configuration_eo1 import EO1Config
+    from transformers import Qwen2_5_VLConfig
 
     features = {name: getattr(default_config("act"), name) for name in ("input_features", "output_features")}
     config = EO1Config(vlm_config=Qwen2_5_VLConfig(**_QWEN25).to_dict(), dtype="bfloat16", **features)
@@ -88,7 +92,9 @@ def fastwam() -> nn.Module:
     module.build_wan_tokenizer = module.load_pretrained_wan_text_encoder = lambda **_: None
     module.load_pretrained_wan_vae = lambda **_: nn.Identity()
     features = {name: getattr(default_config("act"), name) for name in ("input_features", "output_features")}
-    config = FastWAMConfig(base_model_id=None, load_text_encoder=False, image_size=(224, 224), proprio_dim=7, **features)
+    config = FastWAMConfig(
+        base_model_id=None, load_text_encoder=False, image_size=(224, 224), proprio_dim=7, **features
+    )
     return build_skeleton(config)
 
 
@@ -135,5 +141,7 @@ def by_command(policy_type: str) -> Any:
     return lambda: build_skeleton(default_config(policy_type))
 
 
-BUILDERS = {name: by_command(name) for name in ("act", "diffusion", "lingbot_va", "pi0", "pi05", "sarm", "tdmpc", "vqbet")}
+BUILDERS = {
+    name: by_command(name) for name in ("act", "diffusion", "lingbot_va", "pi0", "pi05", "sarm", "tdmpc", "vqbet")
+}
 BUILDERS |= {function.__name__: function for function in (pi0_fast, eo1, groot, fastwam, molmoact2, wall_x, vla_jepa)}
