@@ -131,6 +131,53 @@ def test_no_wrapper_appears_and_signatures_stay() -> None:
     assert ([type(module) for module in policy.modules()], list(policy.state_dict())) == before
 
 
+def _statistics(recompute: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    host = nn.ModuleDict({"block": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU())})
+    plan = resolve_plan(WrapPlan(modules=("block",)), host, source="test")
+    transform_units(host, plan, runtime(recompute=recompute))
+    for step in range(2):
+        host["block"](torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+    grads = {f"{name}.grad": param.grad for name, param in host.named_parameters()}
+    return dict(host.state_dict()) | grads
+
+
+def test_recomputing_counts_no_batch_twice(world: Callable) -> None:
+    (plain,), (recomputed,) = world(_statistics, 1, False), world(_statistics, 1, True)
+    assert plain["block.1.num_batches_tracked"] == 2
+    assert all(torch.equal(recomputed[name], tensor) for name, tensor in plain.items())
+
+
+def _cached(recompute: bool) -> tuple[torch.Tensor, int]:
+    """The gradient of two layers that share a key-value cache, as transformers passes it, and the cache's length."""
+    from transformers import DynamicCache
+
+    class Layer(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.inner = index, nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor, past_key_values: DynamicCache) -> torch.Tensor:
+            key = self.inner(x)[:, None]
+            key, value = past_key_values.update(key, key, self.index)
+            return x + nn.functional.scaled_dot_product_attention(x[:, None], key, value)[:, 0]
+
+    torch.manual_seed(0)
+    host = nn.ModuleList([Layer(0), Layer(1)])
+    transform_units(host, resolve_plan(WrapPlan(units=("Layer",)), host, source="test"), runtime(recompute=recompute))
+    cache, x = DynamicCache(), torch.ones(2, 3, 4)
+    for layer in host:
+        x = layer(x, past_key_values=cache)
+    x.square().sum().backward()
+    return host[0].inner[0].weight.grad, cache.get_seq_length()
+
+
+def test_recomputing_leaves_a_key_value_cache_as_it_was(world: Callable) -> None:
+    (plain,), (recomputed,) = world(_cached, 1, False), world(_cached, 1, True)
+    assert torch.equal(recomputed[0], plain[0])
+    assert recomputed[1] == plain[1] == 3
+
+
 def test_nothing_is_recomputed_without_gradients() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     host = nn.ModuleDict({"block": block})

@@ -111,7 +111,8 @@ def test_recomputed_units_change_no_bit(world: Callable, sharded: Callable, refe
     results = world(functools.partial(sharded_run, CASES[name], FSDP2, recompute=True), 2)
     plain, _ = sharded(name)
     for result, before in zip(results, plain, strict=True):
-        assert_updates(CASES[name], result, before, 0.0)
+        for key, tensor in before["state"].items():
+            assert torch.equal(result["state"][key], tensor), key
         assert result["losses"] == before["losses"]
 
 
