@@ -81,7 +81,8 @@ def test_a_sharded_reward_model_trains_resumes_and_loads_into_the_host(
     ours = _weights(halves / "checkpoints" / "000004")
     uninterrupted = _weights(whole / "checkpoints" / "000004")
     assert ours.keys() == uninterrupted.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in uninterrupted.items())
+    differing = [name for name, tensor in uninterrupted.items() if not torch.equal(ours[name], tensor)]
+    assert not differing
     ((loaded, reward),) = world(_load, 1, whole / "checkpoints" / "000004" / "pretrained_model")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in uninterrupted.items())
     assert set(reward.tolist()) <= {0.0, 1.0}
@@ -97,14 +98,3 @@ def _load(pretrained: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
     model = Classifier.from_pretrained(pretrained)
     return dict(model.state_dict()), model.compute_reward({CAMERA: torch.rand(2, 3, 32, 32)})
-
-
-def test_a_zero_shot_reward_model_is_refused_before_anything_is_touched(dataset: Path, tmp_path: Path) -> None:
-    args = arguments(dataset, tmp_path, steps=2, output_dir=tmp_path / "run", **{"parallelism.dp_shard": 2})
-    args = [a for a in args if not a.startswith("--reward_model.")] + [
-        "--reward_model.type=robometer",
-        "--reward_model.device=cpu",
-    ]
-    first, second = train_in_world(args, 2, tmp_path)
-    assert (first.exitcode, second.exitcode) == (1, 1)
-    assert "zero-shot" in first.stderr and not (tmp_path / "run").exists()

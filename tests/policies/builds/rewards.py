@@ -62,7 +62,7 @@ CASES = [
         infer=("compute_reward",),
         units=2,
         dtensors=34,
-        ties=18,
+        ties=36,
         batch_norm=True,
         stubbed="a ResNet of two blocks from a local folder",
     ),
