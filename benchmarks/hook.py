@@ -9,15 +9,13 @@ Prints JSON lines.
 """
 
 import argparse
-import importlib.metadata
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from report import emit
 
 IMPORT_TORCH = "import torch"
 # Autoload is off there, so that our code is loaded and called under the clock, not before it.
@@ -67,33 +65,12 @@ def direct(repeats: int) -> dict:
     return {"measure": "install", "median_ms": round(median, 2), "max_ms": round(max(times), 2), "aim_ms": 10}
 
 
-def commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-
-
-def context(repeats: int) -> dict:
-    names = ("lerobot-parallel", "lerobot", "torch", "wrapt")
-    return {
-        "repeats": repeats,
-        "versions": {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names},
-        "commit": commit(),
-        "hardware": {"cpu": cpu_model(), "cpus": len(os.sched_getaffinity(0))},
-    }
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="pairs, and fresh interpreters (default: 15)")
     repeats = parser.parse_args().repeats
     for measure in (direct, paired):
-        print(json.dumps(measure(repeats) | context(repeats)), flush=True)
+        emit(measure(repeats) | {"repeats": repeats}, "lerobot-parallel", "lerobot", "torch", "wrapt")
 
 
 if __name__ == "__main__":

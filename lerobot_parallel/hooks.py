@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 SUPPORTED_HOSTS = ">=0.6.0,<0.7"
@@ -77,10 +78,10 @@ def activate() -> None:
     modules = [] if _switched_off() else _training_modules()
     if not modules:
         return
-    if problem := _version_problem():
-        _step_aside(problem)
-    elif _host_has_engine():
+    if _host_has_engine():
         _announce_plans()
+    elif problem := _version_problem():
+        _step_aside(problem)
     else:
         for module in modules:
             if not hasattr(module.train, _MARK):
@@ -101,7 +102,7 @@ def _why_inactive() -> str | None:
     for group, name in _ENTRY_POINTS.items():
         if f"{__name__}:{name}" not in {entry.value for entry in importlib.metadata.entry_points(group=group)}:
             return f"the installed metadata lacks our entry point in {group}: reinstall lerobot-parallel"
-    return _version_problem() or ("lerobot trains with an engine of its own" if _host_has_engine() else None)
+    return "lerobot trains with an engine of its own" if _host_has_engine() else _version_problem()
 
 
 def _version_problem() -> str | None:
@@ -136,7 +137,7 @@ def _extend_discovery(module: ModuleType) -> None:
 
 @_harmless
 def _load_plugins() -> None:
-    if _version_problem():
+    if _version_problem() and not _host_has_engine():
         return activate()  # says so, in the command where it matters
     for entry in importlib.metadata.entry_points(group="lerobot.plugins"):
         try:
@@ -199,9 +200,11 @@ def engine_requested(argv: list[str]) -> bool:
     try:
         from lerobot.configs.parser import parse_arg
 
+        from lerobot_parallel.config.source import config_file
+
         config_path = parse_arg("config_path", argv)
-        config_file = _config_file(config_path) if config_path else None
-        return config_file is not None and not _KEYS.isdisjoint(_read_config(config_file))
+        file = config_file(config_path) if config_path else None
+        return file is not None and not _KEYS.isdisjoint(_read_config(file))
     except Exception:
         return False
 
@@ -211,30 +214,9 @@ def _is_our_flag(argument: str) -> bool:
     return argument.startswith("--") and (name in _KEYS or name.partition(".")[0] in _GROUPS)
 
 
-def _read_config(path: str) -> dict:
+def _read_config(path: Path) -> dict:
     import draccus
     from draccus.cfgparsing import load_config
 
     with draccus.config_type("json"), open(path, encoding="utf-8") as file:
-        return load_config(file, file=path)
-
-
-def _config_file(config_path: str) -> str | None:
-    """The file that the host would read for a `--config_path`: itself, the one in a directory, or one of the hub."""
-    if not os.path.exists(config_path):
-        return _hub_config_file(config_path)
-    file = os.path.join(config_path, "train_config.json") if os.path.isdir(config_path) else config_path
-    return file if os.path.isfile(file) else None
-
-
-def _hub_config_file(repo_id: str) -> str | None:
-    """The config of a training repo, or where the run was interrupted, of its latest checkpoint."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-    from lerobot.utils.hub import find_latest_hub_checkpoint
-
-    try:
-        return hf_hub_download(repo_id, "train_config.json")
-    except HfHubHTTPError:
-        latest = find_latest_hub_checkpoint(repo_id)
-        return latest and hf_hub_download(repo_id, f"{latest}/pretrained_model/train_config.json")
+        return load_config(file, file=str(path))

@@ -458,8 +458,9 @@ def test_an_unsupported_host_is_not_mentioned_by_its_other_commands(tmp_path: Pa
     assert (result.stdout, warnings_in(result)) == (HOST_RUNS, [])
 
 
-def test_a_host_with_its_own_engine_runs_its_own_command(tmp_path: Path) -> None:
-    host = stand_in_host(tmp_path, **{"lerobot/distributed/__init__.py": ""})
+@pytest.mark.parametrize("version", ["0.6.1", "0.9.0"])
+def test_a_host_with_its_own_engine_runs_its_own_command(tmp_path: Path, version: str) -> None:
+    host = stand_in_host(tmp_path, version, **{"lerobot/distributed/__init__.py": ""})
     result = run(ASKING, tmp_path, path=host)
     assert (result.stdout, warnings_in(result)) == (HOST_RUNS, [])
 

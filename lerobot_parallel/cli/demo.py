@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
@@ -17,7 +20,9 @@ from lerobot_parallel.config.errors import ConfigError
 
 REPO_ID = "local/demo"
 HALF = 20
+GLOBAL_BATCH = 16
 STAGE_LIMIT_S = 600
+TAIL_LINES = 40
 
 _MAKE_DATASET = """
 import json, sys
@@ -31,7 +36,7 @@ features = {
     name: {"dtype": "float32", "shape": (size,), "names": [f"{name}_{i}" for i in range(size)]}
     for name, size in sizes.items()
 }
-dataset = LeRobotDataset.create(repo_id, fps=10, features=features, root=root, use_videos=False)
+dataset = LeRobotDataset.create(repo_id, fps=10, features=features, root=root, use_videos=False, video_backend="pyav")
 draw = np.random.default_rng(0)
 weights = draw.normal(size=(4, 6))
 for _ in range(6):
@@ -59,7 +64,7 @@ repo_id, root, pretrained, shards, report = sys.argv[1:]
 policy = ACTPolicy.from_pretrained(pretrained)
 policy.reset()
 before, after = make_pre_post_processors(policy.config, pretrained_path=pretrained)
-item = LeRobotDataset(repo_id, root=root)[0]
+item = LeRobotDataset(repo_id, root=root, video_backend="pyav")[0]
 action = after(policy.select_action(before({key: item[key] for key in policy.config.input_features})))
 
 weights = {name: weight.cpu() for name, weight in policy.state_dict().items()}
@@ -85,20 +90,20 @@ class Topology:
 
     def __str__(self) -> str:
         engine = "HSDP" if self.dp_replicate > 1 else "FSDP2"
-        return f"{engine} on {self.processes} processes (dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard})"
+        return f"{engine} on {self.processes} processes ({self.dp_replicate} x {self.dp_shard})"
 
 
 FIRST, SECOND = Topology(1, 2), Topology(2, 2)
-GLOBAL_BATCH = 16
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table."""
+    """One row of the table: `saw` is what people read, a line each, `facts` the same and more for programs."""
 
     name: str
     seconds: float
-    saw: str
+    saw: tuple[str, ...]
+    facts: dict[str, Any]
 
 
 @click.command()
@@ -108,17 +113,26 @@ def command(folder: Path | None, as_json: bool) -> None:
     """Show the whole story on this machine, without a download.
 
     Makes a small dataset, trains a tiny policy sharded on 2 processes, resumes it on 4, converts the checkpoint and
-    loads it with LeRobot itself, all through the commands that a user would run. Takes a few minutes on 2 CPU cores.
+    loads it with LeRobot itself, all through the commands that a user would run. Takes a minute or two on 2 CPU
+    cores; a training uses GPUs where there is one for each of its processes.
     """
+    _check_hook()
     demo = _Demo(_fresh(folder))
     click.echo(f"working in {demo.folder}", err=True)
-    stages = [demo.make_dataset(), demo.train(), demo.resume(), demo.convert(), demo.load()]
+    stages = demo.play()
     if as_json:
-        click.echo(json.dumps({"folder": str(demo.folder), "stages": [asdict(stage) for stage in stages]}))
-        return
-    for stage in stages:
-        click.echo(f"{stage.name:<8} {stage.seconds:6.1f} s  {stage.saw}")
-    click.echo(f"the run: {demo.run}\nthe logs: {demo.folder / 'logs'}")
+        paths = {name: str(path) for name, path in demo.paths().items()}
+        click.echo(json.dumps({"stages": [asdict(stage) for stage in stages], "paths": paths}))
+    else:
+        click.echo(_table(stages, demo.paths()))
+
+
+def _check_hook() -> None:
+    from lerobot_parallel.hooks import status
+
+    hook = status()
+    if not hook["active"]:
+        raise click.ClickException(f"lerobot-train does not use this package here: {hook['reason']}")
 
 
 def _fresh(folder: Path | None) -> Path:
@@ -130,23 +144,49 @@ def _fresh(folder: Path | None) -> Path:
     return folder.resolve()
 
 
+def _table(stages: list[Stage], paths: dict[str, Path]) -> str:
+    rows = []
+    for stage in stages:
+        first, *more = stage.saw
+        rows += [f"{stage.name:<8} {stage.seconds:5.1f} s  {first}", *(f"{'':18}{line}" for line in more)]
+    rows += [f"{'in all':<8} {sum(stage.seconds for stage in stages):5.1f} s", ""]
+    return "\n".join([*rows, *(f"{name:<8} {path}" for name, path in paths.items())])
+
+
 class _Demo:
-    """The stages, in the order they build on each other; each leaves its log in `logs`."""
+    """The stages, in the order they build on each other; each leaves its command and its output in `logs`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.dataset = folder / "dataset"
         self.run = folder / "run"
-        self.device = "cpu"
-        (folder / "logs").mkdir()
+        self.logs = folder / "logs"
+        self.gpus = 0
+        self.logs.mkdir()
+
+    def paths(self) -> dict[str, Path]:
+        return {"policy": layout.locate(self.run).pretrained, "dataset": self.dataset, "logs": self.logs}
+
+    def play(self) -> list[Stage]:
+        story: list[tuple[str, Callable[[], Stage]]] = [
+            ("make a small dataset", self.make_dataset),
+            (f"train with {FIRST}, stop half way", self.train),
+            (f"resume with {SECOND}", self.resume),
+            (f"convert the shards to {layout.MODEL_FILE}", self.convert),
+            ("load the result with LeRobot itself", self.load),
+        ]
+        stages = []
+        for number, (what, stage) in enumerate(story, 1):
+            click.echo(f"{number}/{len(story)} {what}", err=True)
+            stages.append(stage())
+        return stages
 
     def make_dataset(self) -> Stage:
-        report = self.folder / "logs" / "dataset.json"
+        report = self.logs / "dataset.json"
         seconds, _ = self._call("dataset", _python(_MAKE_DATASET, REPO_ID, self.dataset, report))
         made = json.loads(report.read_text())
-        if made["gpus"] >= SECOND.processes:
-            self.device = "cuda"
-        return Stage("dataset", seconds, f"{made['episodes']} episodes, {made['frames']} frames")
+        self.gpus = made["gpus"]
+        return Stage("dataset", seconds, (f"{made['episodes']} episodes, {made['frames']} frames",), made)
 
     def train(self) -> Stage:
         flags = [
@@ -154,14 +194,13 @@ class _Demo:
             f"--dataset.root={self.dataset}",
             f"--output_dir={self.run}",
             "--policy.type=act",
-            f"--policy.device={self.device}",
             "--policy.push_to_hub=false",
-            "--policy.dim_model=32",
-            "--policy.dim_feedforward=64",
+            "--policy.dim_model=128",
+            "--policy.dim_feedforward=256",
             "--policy.n_heads=4",
             "--policy.chunk_size=8",
             "--policy.n_action_steps=8",
-            "--policy.latent_dim=8",
+            "--policy.use_vae=false",
             "--policy.optimizer_lr=1e-3",
             "--checkpoint_format=dcp",
             f"--save_freq={HALF}",
@@ -177,44 +216,58 @@ class _Demo:
         return self._train("resume", SECOND, 2 * HALF, ["--resume=true", f"--config_path={config}"])
 
     def _train(self, name: str, topology: Topology, steps: int, flags: list[str]) -> Stage:
-        click.echo(f"{name}: {topology}, to step {steps}, {self.device}", err=True)
+        device = "cuda" if self.gpus >= topology.processes else "cpu"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={topology.processes}"]
-        flags = [*flags, *topology.flags, f"--steps={steps}", f"--batch_size={GLOBAL_BATCH // topology.processes}"]
-        seconds, log = self._call(name, [sys.executable, *launch, "-m", "lerobot.scripts.lerobot_train", *flags])
-        checkpoint = layout.locate(self.run)
-        reached = json.loads(checkpoint.step_file.read_text())["step"]
-        losses = re.findall(r"\bloss:(\S+)", log)
-        if reached != steps or not losses:
-            raise click.ClickException(f"{name} reached step {reached} of {steps}, and logged {len(losses)} losses")
-        return Stage(name, seconds, f"{topology}: step {reached}, loss {losses[0]} -> {losses[-1]}")
+        shape = [f"--steps={steps}", f"--batch_size={GLOBAL_BATCH // topology.processes}", f"--policy.device={device}"]
+        run = ["-m", "lerobot.scripts.lerobot_train", *flags, *topology.flags, *shape]
+        # A run on the CPU must not see GPUs that are too few for it.
+        hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+        seconds, log = self._call(name, [sys.executable, *launch, *run], **hidden)
+        step = json.loads(layout.locate(self.run).step_file.read_text())["step"]
+        losses = [float(loss) for loss in re.findall(r"\bloss:(\S+)", log)]
+        sizes = re.search(r"of ([\d,]+) parameters, .*per rank ([\d,]+)", log)
+        if step != steps or not losses or sizes is None:
+            raise click.ClickException(f"{name} reached step {step} of {steps} with {len(losses)} losses, {self.logs}")
+        whole, kept = (int(number.replace(",", "")) for number in sizes.groups())
+        saw = (
+            f"{topology}, {device}: each keeps {kept / whole:.0%} of {whole:,} parameters",
+            f"step {step}, loss {losses[0]} -> {losses[-1]}",
+        )
+        facts = {"device": device, "step": step, "losses": losses, "parameters": whole, "parameters_per_rank": kept}
+        return Stage(name, seconds, saw, asdict(topology) | facts)
 
     def convert(self) -> Stage:
         checkpoint = layout.locate(self.run)
         convert = ["-m", "lerobot_parallel.cli.main", "convert", str(checkpoint.path), "--verify"]
         seconds, _ = self._call("convert", [sys.executable, *convert])
-        sizes = f"{_size(checkpoint.model_shards)} bytes of shards -> {checkpoint.model_file.stat().st_size} bytes"
-        return Stage("convert", seconds, f"{sizes} in {layout.MODEL_FILE}, verified")
+        shards, file = _size(checkpoint.model_shards), checkpoint.model_file.stat().st_size
+        saw = f"{shards / 1e6:.2f} MB of shards -> {file / 1e6:.2f} MB in {layout.MODEL_FILE}, verified"
+        return Stage("convert", seconds, (saw,), {"shard_bytes": shards, "file_bytes": file})
 
     def load(self) -> Stage:
         checkpoint = layout.locate(self.run)
-        report = self.folder / "logs" / "load.json"
+        report = self.logs / "load.json"
         where = (REPO_ID, self.dataset, checkpoint.pretrained, checkpoint.model_shards, report)
         seconds, _ = self._call("load", _python(_LOAD, *where))
-        saw = json.loads(report.read_text())
-        action = ", ".join(f"{number:.3f}" for number in saw["action"])
-        if saw["difference"] != 0:
-            raise click.ClickException(f"the loaded weights differ from the shards by up to {saw['difference']}")
-        return Stage("load", seconds, f"LeRobot's own ACTPolicy: max |weight - shard| = 0, select_action = [{action}]")
+        facts = json.loads(report.read_text())
+        if facts["difference"] != 0:
+            raise click.ClickException(f"the loaded weights differ from the shards by up to {facts['difference']}")
+        action = ", ".join(f"{number:.3f}" for number in facts["action"])
+        saw = ("ACTPolicy.from_pretrained: max |weight - shard| = 0", f"select_action = [{action}]")
+        return Stage("load", seconds, saw, facts)
 
-    def _call(self, name: str, command: list[str]) -> tuple[float, str]:
+    def _call(self, name: str, command: list[str], **env: str) -> tuple[float, str]:
         """Runs one stage to its end; seconds and log. A failure prints the end of the log and is the demo's."""
-        path = self.folder / "logs" / f"{name}.log"
+        path = self.logs / f"{name}.log"
+        # The datasets library would keep a copy in the user's own cache for ever.
+        env = {"HF_DATASETS_CACHE": str(self.folder / ".cache"), **env}
         started = time.monotonic()
         with path.open("w") as log:
-            code = _run(command, self.folder, log)
+            print(f"$ {shlex.join(command)}", file=log, flush=True)
+            code = _run(command, self.folder, log, env)
         text = path.read_text(errors="replace")
         if code != 0:
-            click.echo("\n".join(text.splitlines()[-30:]), err=True)
+            click.echo(_tail(text), err=True)
             how = f"took more than {STAGE_LIMIT_S} seconds" if code is None else f"exited with {code}"
             raise click.ClickException(f"the stage {name!r} {how}; its log: {path}")
         return time.monotonic() - started, text
@@ -224,10 +277,11 @@ def _python(script: str, *args: object) -> list[str]:
     return [sys.executable, "-c", script, *map(str, args)]
 
 
-def _run(command: list[str], folder: Path, log: object) -> int | None:
+def _run(command: list[str], folder: Path, log: TextIO, env: dict[str, str]) -> int | None:
     """The exit code, or None after the time limit. The launcher is asked to stop, so that it stops its workers."""
-    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables = {**quiet, **os.environ, **env}
+    process = subprocess.Popen(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         return process.wait(STAGE_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -239,6 +293,15 @@ def _run(command: list[str], folder: Path, log: object) -> int | None:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _tail(log: str) -> str:
+    """The end of a log, without what is noise here: LeRobot on a missing video decoder, the launcher on the fact that
+    its processes failed, and the former states of progress bars."""
+    log = re.sub(r"^.*Could not load libtorchcodec(.|\n)*?Falling back to 'pyav'.*\n", "", log, flags=re.MULTILINE)
+    log = re.split(r"^.*torch/distributed/elastic/.* failed \(exitcode", log, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.split("\n")]
+    return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
 
 def _size(directory: Path) -> int:

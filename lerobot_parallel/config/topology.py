@@ -76,14 +76,20 @@ def resolve_degrees(parallelism: ParallelismConfig, world_size: int) -> Degrees:
     if shard == 1 and replicate == 1:
         replicate = world_size
     if replicate * shard != world_size:
-        raise ConfigError(
-            "--parallelism.dp_shard",
-            parallelism.dp_shard,
-            f"dp_replicate={replicate} x dp_shard={shard} x ring_degree=1 x ulysses_degree=1 x cfg_parallel=1"
-            f" = {replicate * shard} processes, but the world has {world_size}",
-            f"start {replicate * shard} processes or use --parallelism.dp_shard=-1",
-        )
+        raise _other_product(replicate, shard, world_size)
     return Degrees(dp_replicate=replicate, dp_shard=shard)
+
+
+def _other_product(replicate: int, shard: int, world_size: int) -> ConfigError:
+    name, degree = ("dp_shard", shard) if shard > 1 else ("dp_replicate", replicate)
+    fits = "use --parallelism.dp_shard=-1" if world_size % replicate == 0 else f"choose degrees whose product is {world_size}"
+    return ConfigError(
+        f"--parallelism.{name}",
+        degree,
+        f"dp_replicate={replicate} x dp_shard={shard} x ring_degree=1 x ulysses_degree=1 x cfg_parallel=1"
+        f" = {replicate * shard} processes, but the world has {world_size}",
+        f"start {replicate * shard} processes or {fits}",
+    )
 
 
 def _fill_shard(replicate: int, world_size: int) -> int:

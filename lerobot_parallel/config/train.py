@@ -4,17 +4,18 @@ import dataclasses
 import json
 import logging
 import tempfile
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig, check_runtime
+from lerobot_parallel.config.source import TRAIN_CONFIG, config_file
 from lerobot_parallel.config.topology import Degrees, ParallelismConfig, resolve_degrees
-from lerobot_parallel.config.source import config_file
 
 CHECKPOINT_FORMATS = ("safetensors", "dcp", "safetensors_dcp")
 
@@ -49,6 +50,28 @@ class ParallelTrainPipelineConfig(TrainPipelineConfig):
             copy = Path(folder) / path.name
             copy.write_text(json.dumps(known))
             return super().from_pretrained(copy, **kwargs)
+
+
+def check_config_path(config_path: str | None) -> None:
+    """Refuse a `--config_path` that is given and cannot be read.
+
+    Raises:
+        ConfigError: there is no such file, here or on the hub, or it is no JSON object.
+    """
+    if not config_path:
+        return
+    try:
+        path = config_file(config_path)
+    # The hub and the network fail in many ways, none of which is worth a traceback.
+    except Exception as error:
+        raise ConfigError("--config_path", config_path, f"cannot be had from the hub ({error})", _CONFIG_PATH) from None
+    if path is None:
+        raise ConfigError("--config_path", config_path, "is no config here, and none that the hub gives", _CONFIG_PATH)
+    if path.suffix == ".json":
+        _read_json(path)
+
+
+_CONFIG_PATH = f"name a {TRAIN_CONFIG}, its directory, or a repo that has one"
 
 
 def check_config(cfg: ParallelTrainPipelineConfig, *, world_size: int) -> Degrees:
@@ -103,45 +126,55 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("--config_path", path, f"cannot be read ({error})", "name a train_config.json") from None
+        raise ConfigError("--config_path", path, f"cannot be read ({error})", _CONFIG_PATH) from None
     if not isinstance(data, dict):
-        raise ConfigError("--config_path", path, "is not a JSON object", "name a train_config.json")
+        raise ConfigError("--config_path", path, "is not a JSON object", _CONFIG_PATH)
     return data
 
 
 def _without_unknown_keys(cls: type, data: dict[str, Any], path: Path) -> dict[str, Any]:
-    known = _drop_unknown(cls, data, "", path)
-    for group in ("dataset", "policy"):
-        value = known.get(group)
-        group_type = _group_type(cls, group, value)
-        if isinstance(value, dict) and group_type is not None:
-            known[group] = _drop_unknown(group_type, value, f"{group}.", path)
+    dropped: list[str] = []
+    known = _known(cls, data, "", path, dropped)
+    if dropped:
+        logging.warning(
+            "%s: dropped what this host does not know and the run does not use: %s", path, ", ".join(dropped)
+        )
     return known
 
 
-def _group_type(cls: type, group: str, value: Any) -> type | None:
-    if group == "policy":
-        choices = PreTrainedConfig.get_known_choices()
-        return choices.get(value.get("type")) if isinstance(value, dict) else None
-    return next(f.type for f in dataclasses.fields(cls) if f.name == group)
-
-
-def _drop_unknown(cls: type, data: dict[str, Any], prefix: str, path: Path) -> dict[str, Any]:
-    names = {f.name for f in dataclasses.fields(cls)} | {"type", "path"} | _LEGACY_KEYS
-    unknown = {key: value for key, value in data.items() if key not in names}
-    for key, value in unknown.items():
-        if not _inactive(value):
+def _known(cls: type, data: dict[str, Any], prefix: str, path: Path, dropped: list[str]) -> dict[str, Any]:
+    annotations = {f.name: f.type for f in dataclasses.fields(cls)}
+    known = {}
+    for key, value in data.items():
+        if key in annotations:
+            group = _group_type(annotations[key], value)
+            known[key] = _known(group, value, f"{prefix}{key}.", path, dropped) if group else value
+        elif key in _ALWAYS_KNOWN:
+            known[key] = value
+        elif _inactive(value):
+            dropped.append(f"{prefix}{key}")
+        else:
             raise ConfigError(
                 "--config_path", path, f"its key {prefix}{key}={value!r} is unknown to this host", "remove the key or update lerobot"
             )
-    if unknown:
-        dropped = ", ".join(f"{prefix}{key}" for key in unknown)
-        logging.warning("%s: dropped what this host does not know and the run does not use: %s", path, dropped)
-    return {key: value for key, value in data.items() if key not in unknown}
+    return known
 
 
-# The host migrates these itself (lerobot.configs.train, RA-BC fields before sample_weighting).
-_LEGACY_KEYS = {"use_rabc", "rabc_progress_path", "rabc_kappa", "rabc_epsilon", "rabc_head_mode"}
+def _group_type(annotation: Any, value: Any) -> type | None:
+    """The dataclass that a JSON object stands for; None for anything else, or an unknown choice."""
+    if not isinstance(value, dict):
+        return None
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    for candidate in typing.get_args(annotation) if union else (annotation,):
+        if hasattr(candidate, "get_known_choices"):
+            return candidate.get_known_choices().get(value.get("type"))
+        if dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+# Of a choice, of a pretrained source, and what the host migrates itself (RA-BC before sample_weighting).
+_ALWAYS_KNOWN = {"type", "path", "use_rabc", "rabc_progress_path", "rabc_kappa", "rabc_epsilon", "rabc_head_mode"}
 
 
 def _inactive(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
@@ -55,6 +55,8 @@ def build_accelerator(runtime: AcceleratorConfig, degrees: Degrees, *, device_ty
     return Accelerator(
         cpu=device_type == "cpu",
         mixed_precision=runtime.mixed_precision,
+        # A blocking copy of a batch queues behind the step before it, and waits for that one to end.
+        dataloader_config=DataLoaderConfiguration(non_blocking=device_type == "cuda"),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=runtime.gradient_accumulation.steps,
             # Windows run on across epoch ends, and the scheduler steps once per loop step.

@@ -16,13 +16,13 @@ class AccumulationWindow:
 
     Under sharding every micro-batch reduce-scatters, so no full gradient outlives its unit's backward; only
     HSDP's all-reduce over replicas waits for the last micro-batch. Under DDP the all-reduce waits.
+
+    A new object begins with an empty window: checkpoints hold no half-filled one.
     """
 
-    def __init__(self, accelerator: Accelerator, policy: nn.Module, *, step: int) -> None:
-        """`step`: loop iterations done before, for a window that continues a resumed run's."""
+    def __init__(self, accelerator: Accelerator, policy: nn.Module) -> None:
         self._accelerator = accelerator
         self._policy = policy
-        accelerator.step = step
         self._replicated = replicated_parameters(policy) if isinstance(policy, FSDPModule) else []
 
     @property

@@ -3,11 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @contextmanager
@@ -15,7 +18,8 @@ def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on meta and their buffers for real.
 
     Peak host memory is that of one parameter. Ties survive: a parameter already on meta is registered as it
-    is. Conversions (`.to(dtype)`, `.half()`) change the dtype, moves leave meta alone.
+    is. Conversions (`.to(dtype)`, `.half()`) change the dtype, moves leave meta alone. A constructor may run a
+    forward of its own to learn a shape; what it computes from a parameter is on meta too.
     """
     register, apply = nn.Module.register_parameter, nn.Module._apply
     twins: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
@@ -39,9 +43,27 @@ def empty_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter, nn.Module._apply = register_empty, apply_empty
     try:
-        yield
+        with _MetaWins():
+            yield
     finally:
         nn.Module.register_parameter, nn.Module._apply = register, apply
+
+
+class _MetaWins(TorchFunctionMode):
+    """Where tensors on meta meet others, the others join them. Writing into one that holds data stays an error."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        on_meta = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if len(on_meta) == 2 and not _writes_data(func, args, kwargs):
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _writes_data(func: Callable, args: tuple, kwargs: dict) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    return kwargs.get("out") is not None or (in_place and isinstance(args[0], torch.Tensor) and not args[0].is_meta)
 
 
 def _meta_twin(param: nn.Parameter) -> nn.Parameter:

@@ -21,7 +21,7 @@ class WrapPlan(BaseModel):
     """Which modules of a policy are gathered together (the units), and how the policy is entered.
 
     Patterns are shell-style globs on module FQNs; `{i}` stands for a layer index and `{last}` for the largest
-    one present. Everything that no unit takes stays in the root unit, which is gathered for the whole step.
+    one of its stack. Everything that no unit takes stays in the root unit, which is gathered for the whole step.
 
     Attributes:
         units: class names, matched by `type(module).__name__` on every instance; a name that this build of
@@ -101,14 +101,14 @@ def resolve_by_class(names: Iterable[str], plan: WrapPlan, policy: nn.Module) ->
         ConfigError: a name that matches no module, with the close ones.
     """
     named = dict(policy.named_modules())
-    present = sorted({type(module).__name__ for name, module in named.items() if name})
+    present = sorted({type(m).__name__ for name, m in named.items() if name and not isinstance(m, _CONTAINERS)})
     for name in names:
         if name not in present:
             close = difflib.get_close_matches(name, present, n=3, cutoff=0.5) or present[:8]
             raise ConfigError(
                 "--accelerator.fsdp.wrap_modules",
                 name,
-                f"no module of {type(policy).__name__} is of this class",
+                f"no module of {type(policy).__name__} that can be a unit is of this class",
                 f"close names: {', '.join(close)}",
             )
     own = plan.model_copy(update={"units": tuple(names), "groups": (), "modules": (), "keep_gathered": ()})
@@ -166,7 +166,8 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     units, dissolved = _dissolve(units, plan, policy)
     kept = _matching(plan.keep_gathered, [unit.name for unit in units])
     units = [Unit(u.name, u.modules, keep_gathered=u.name in kept) for u in units]
-    units.sort(key=lambda unit: unit.name.count("."), reverse=True)
+    depths = {id(module): name.count(".") for name, module in policy.named_modules()}
+    units.sort(key=lambda unit: min(depths[id(module)] for module in unit.modules), reverse=True)
     methods = tuple(m for m in plan.forward_methods if callable(getattr(policy, m, None)))
     for name, reason in dissolved.items():
         logging.warning("unit %s stays in the root: %s", name, reason)
@@ -189,18 +190,18 @@ def _distinct(units: Iterable[Unit]) -> list[Unit]:
 def _dissolve(units: list[Unit], plan: WrapPlan, policy: nn.Module) -> tuple[list[Unit], dict[str, str]]:
     dissolved: dict[str, str] = {}
     read_directly = _subtree_parameters(policy, plan.keep_in_root)
-    owners = tied_owners(policy)
+    shared = shared_parameters(policy)
     for unit in units:
-        inside = {id(module) for root in unit.modules for module in root.modules()}
+        inside = {id(module) for module in unit.modules}
         if any(id(p) in read_directly for p in unit.parameters()):
             dissolved[unit.name] = "the plan keeps some of its weights in the root"
-        elif any(_straddles(modules, inside) for modules in owners):
+        elif any(_straddles(places, inside) for places in shared):
             dissolved[unit.name] = "it owns one side of a tied weight whose other owner is elsewhere"
     return [unit for unit in units if unit.name not in dissolved], dissolved
 
 
-def _straddles(owners: list[nn.Module], inside: set[int]) -> bool:
-    within = [id(owner) in inside for owner in owners]
+def _straddles(places: list[frozenset[int]], inside: set[int]) -> bool:
+    within = [bool(modules & inside) for modules in places]
     return any(within) and not all(within)
 
 
@@ -209,22 +210,33 @@ def _subtree_parameters(policy: nn.Module, patterns: Iterable[str]) -> set[int]:
     return {id(p) for name in names for p in policy.get_submodule(name).parameters()}
 
 
-def tied_owners(policy: nn.Module) -> list[list[nn.Module]]:
-    """For every tied parameter, the modules that own it directly."""
-    owners: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in policy.modules():
+def shared_parameters(policy: nn.Module) -> list[list[frozenset[int]]]:
+    """For every parameter that stands in several places, tied or in a module used twice: the ids of the modules
+    around it, its owner among them, for each place."""
+    places: dict[int, list[frozenset[int]]] = defaultdict(list)
+
+    def visit(module: nn.Module, around: frozenset[int]) -> None:
+        around = around | {id(module)}
         # Not `parameters(recurse=False)`, which sarm overrides without that argument.
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners[id(parameter)].append(module)
-    return [modules for modules in owners.values() if len(modules) > 1]
+                places[id(parameter)].append(around)
+        for child in module.children():
+            visit(child, around)
+
+    visit(policy, frozenset())
+    return [around for around in places.values() if len(around) > 1]
 
 
 def _matching(patterns: Iterable[str], names: list[str]) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         regex = re.compile(fnmatch.translate(pattern).replace(r"\{last\}", r"(\d+)"))
-        matches = [(int(m.group(1)) if m.groups() else 0, name) for name in names if (m := regex.fullmatch(name))]
-        largest = max((index for index, _ in matches), default=0)
-        found.update(name for index, name in matches if "{last}" not in pattern or index == largest)
+        stacks: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for match in filter(None, map(regex.fullmatch, names)):
+            before, index = (match[0][: match.start(1)], int(match[1])) if match.groups() else ("", 0)
+            stacks[before].append((index, match[0]))
+        for stack in stacks.values():
+            last = max(index for index, _ in stack)
+            found.update(name for index, name in stack if index == last)
     return found

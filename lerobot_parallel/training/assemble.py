@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pprint import pformat
 from typing import Any
 
 import torch
@@ -76,36 +77,19 @@ def assemble(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progre
     init_logging(accelerator=accelerator)
     # Each rank made up a name from its own clock.
     cfg.output_dir, cfg.job_name = broadcast_from_main((cfg.output_dir, cfg.job_name))
+    logging.info(pformat(cfg.to_dict()))
     wandb = _start_wandb(cfg, accelerator)
     _seed(cfg, accelerator)
+    logging.info("Creating dataset")
     dataset, eval_dataset = make_datasets(cfg, accelerator)
     checkpoint = Checkpoint(cfg.checkpoint_path) if resumed is not None else None
-    # The host loads adapters itself; policies and reward models are filled from the checkpoint, shard by shard.
-    weights_follow = checkpoint is not None and cfg.peft is None
-    policy = build_policy(
-        cfg, dataset.meta, sharded=degrees.sharded, weights_follow=weights_follow, is_main=accelerator.is_main_process
-    )
-    preprocessor, postprocessor = make_processors(cfg, policy, dataset.meta, accelerator.device)
-    plan = None
-    if degrees.sharded or needs_units(cfg.accelerator):
-        plan = registry.resolve(policy, cfg.trainable_config.type, cfg.accelerator.fsdp)
-    transform_units(policy, plan, cfg.accelerator)
-    report = _shard(cfg, degrees, accelerator, policy, plan, weights_follow) if degrees.sharded else None
-    if weights_follow:
-        load_weights(policy, checkpoint)
-    optimizer, scheduler = make_optimizer_and_scheduler(cfg, policy)
-    if isinstance(optimizer, dict):
-        raise ConfigError("--optimizer.type", cfg.optimizer.type, "builds several optimizers, the loop drives one", "use a single one")
-    if checkpoint is not None:
-        load_optimizer(policy, optimizer, checkpoint)
-        load_scheduler(scheduler, checkpoint)
-    weighter = _make_weighter(cfg, policy, accelerator)
-    saved = RunState(cfg, policy, optimizer, scheduler, preprocessor, postprocessor)
+    saved, report = _assemble_state(cfg, degrees, accelerator, dataset.meta, checkpoint)
+    weighter = _make_weighter(cfg, saved.policy, accelerator)
     order = make_order(cfg, dataset, accelerator, resumed)
     loader, eval_loader = _make_loaders(cfg, accelerator, dataset, eval_dataset, order)
+    policy, optimizer = saved.policy, saved.optimizer
     if not degrees.sharded:
         policy, optimizer = accelerator.prepare(policy, optimizer)
-    step = resumed.step if resumed is not None else 0
     return Run(
         cfg=cfg,
         degrees=degrees,
@@ -114,19 +98,56 @@ def assemble(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progre
         dataset=dataset,
         policy=policy,
         optimizer=optimizer,
-        scheduler=scheduler,
-        preprocessor=preprocessor,
-        postprocessor=postprocessor,
+        scheduler=saved.scheduler,
+        preprocessor=saved.preprocessor,
+        postprocessor=saved.postprocessor,
         loader=loader,
         eval_loader=eval_loader,
         order=order,
-        window=AccumulationWindow(accelerator, policy, step=step),
+        window=AccumulationWindow(accelerator, policy),
         sample_weighter=weighter,
-        step=step,
+        step=resumed.step if resumed is not None else 0,
         saved=saved,
         report=report,
         checkpoint=checkpoint,
     )
+
+
+def _assemble_state(
+    cfg: ParallelTrainPipelineConfig,
+    degrees: Degrees,
+    accelerator: Accelerator,
+    ds_meta: Any,
+    checkpoint: Checkpoint | None,
+) -> tuple[RunState, ShardReport | None]:
+    """Policy, processors, optimizer and scheduler, filled from the checkpoint. Collective.
+
+    The optimizer is built on the sharded parameters; one built before would go on updating the unsharded ones.
+    """
+    # The host loads adapters itself; policies and reward models are filled from the checkpoint, shard by shard.
+    weights_follow = checkpoint is not None and cfg.peft is None
+    logging.info("Creating policy")
+    policy = build_policy(
+        cfg, ds_meta, sharded=degrees.sharded, weights_follow=weights_follow, is_main=accelerator.is_main_process
+    )
+    preprocessor, postprocessor = make_processors(cfg, policy, ds_meta, accelerator.device)
+    plan = None
+    if degrees.sharded or needs_units(cfg.accelerator):
+        plan = registry.resolve(policy, cfg.trainable_config.type, cfg.accelerator.fsdp)
+    transform_units(policy, plan, cfg.accelerator)
+    report = _shard(cfg, degrees, accelerator, policy, plan, weights_follow) if degrees.sharded else None
+    if weights_follow:
+        load_weights(policy, checkpoint)
+    logging.info("Creating optimizer and scheduler")
+    optimizer, scheduler = make_optimizer_and_scheduler(cfg, policy)
+    if isinstance(optimizer, dict):
+        raise ConfigError(
+            "--optimizer.type", cfg.optimizer.type, "builds several optimizers, the loop drives one", "use a single one"
+        )
+    if checkpoint is not None:
+        load_optimizer(policy, optimizer, checkpoint)
+        load_scheduler(scheduler, checkpoint)
+    return RunState(cfg, policy, optimizer, scheduler, preprocessor, postprocessor), report
 
 
 def start_noise(run: Run) -> None:

@@ -5,13 +5,17 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
+from draccus.utils import ParsingError
 from lerobot.configs import parser
 from lerobot.jobs import submit_to_hf
 from lerobot.policies.factory import get_policy_class
 from lerobot.rewards.factory import get_reward_model_class
+from yaml import YAMLError
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
@@ -19,7 +23,7 @@ from lerobot_parallel.checkpoint.resume import check_resumable
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.topology import Degrees
-from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config
+from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config, check_config_path
 from lerobot_parallel.engine.accelerator import check_environment
 from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
 from lerobot_parallel.engine.units import needs_units
@@ -34,6 +38,10 @@ from lerobot_parallel.training.start_log import log_start
 _GRACE_S = 5.0
 
 
+class _HostRefusalError(Exception):
+    """What the host says of something that a user can mend."""
+
+
 def train() -> None:
     """Parse the command line, refuse or run. The whole of `lerobot-train` under this engine."""
     try:
@@ -43,7 +51,7 @@ def train() -> None:
             return
         degrees, resumed = preflight(cfg)
         run_training(cfg, degrees, resumed)
-    except (ConfigError, CheckpointError) as refusal:
+    except (ConfigError, CheckpointError, _HostRefusalError) as refusal:
         refuse(str(refusal))
 
 
@@ -101,22 +109,41 @@ def _parse(cfg: ParallelTrainPipelineConfig) -> ParallelTrainPipelineConfig:
 
 def _parse_once() -> ParallelTrainPipelineConfig:
     """Parse on every rank, let rank 0 alone speak of what is wrong."""
-    if rank_from_env() == 0:
-        return _parse()
+    check_config_path(parser.parse_arg("config_path"))
+    speaks, said, code = rank_from_env() == 0, io.StringIO(), None
     try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return _parse()
+        shown = sys.stdout if speaks else io.StringIO()
+        with _host_refusals(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+            cfg = _parse()
     except SystemExit as done:
-        _leave(int(done.code or 0))
+        code = int(done.code or 0)
+    # A value that the host cannot read is the last thing it says before it exits with 1.
+    text, _, problem = said.getvalue().rpartition("error: ") if code == 1 else (said.getvalue(), "", "")
+    if speaks:
+        sys.stderr.write(text)
+    if problem:
+        refuse(problem)
+    if code is not None:
+        _leave(code)
+    return cfg
 
 
 def _validate_by_host(cfg: ParallelTrainPipelineConfig) -> None:
-    try:
+    with _host_refusals():
         cfg.validate()
-    except ConfigError:
+
+
+@contextlib.contextmanager
+def _host_refusals() -> Iterator[None]:
+    """The host's complaints become refusals: one line, once for the world."""
+    try:
+        yield
+    except (ConfigError, CheckpointError):
         raise
-    except (ValueError, OSError, NotImplementedError) as error:
-        refuse(str(error))
+    except (ValueError, OSError, NotImplementedError, YAMLError) as error:
+        raise _HostRefusalError(str(error)) from error
+    except ParsingError as error:
+        raise _HostRefusalError(f"{error} {error.__cause__ or ''}") from error
 
 
 def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
@@ -133,12 +160,19 @@ def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
 def refuse(text: str) -> NoReturn:
     """One line for the whole world, on rank 0's stderr; exit code 1 on every rank."""
     if rank_from_env() == 0:
-        print(f"lerobot-train: {' '.join(text.split())}", file=sys.stderr, flush=True)
-    _leave(1)
+        _say(text)
+    _leave(1, last_words=f"rank {rank_from_env()}: {text}" if dist.is_initialized() else None)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, *, last_words: str | None = None) -> NoReturn:
     if rank_from_env() != 0 and code != 0:
         # A launcher ends the whole world at the first rank that is gone: let that be the one that speaks.
         time.sleep(_GRACE_S)
+        if last_words is not None:
+            # Still here: what went wrong on this rank is not known to rank 0.
+            _say(last_words)
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    print(f"lerobot-train: {' '.join(text.split())}", file=sys.stderr, flush=True)

@@ -15,12 +15,20 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from lerobot_parallel.checkpoint.progress import DataPosition, Progress
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
+from lerobot_parallel.engine.ranks import raised_together
 
 
 def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) -> tuple[Any, Any]:
-    """Train and held-out dataset (or None). Collective: rank 0 downloads, the others read its copy."""
-    with accelerator.main_process_first():
-        return make_train_eval_datasets(cfg)
+    """Train and held-out dataset (or None). Collective: rank 0 downloads, the others read its copy.
+
+    A dataset that one rank cannot read is an error on all of them, where a barrier would wait for it.
+    """
+    datasets = None
+    for turn in (True, False):
+        with raised_together(f"reading the dataset {cfg.dataset.repo_id}"):
+            if accelerator.is_main_process is turn:
+                datasets = make_train_eval_datasets(cfg)
+    return datasets
 
 
 class DataOrder(Sampler[int]):

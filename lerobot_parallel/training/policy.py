@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from lerobot.policies import PreTrainedPolicy, make_policy, make_pre_post_processors
 from lerobot.rewards import make_reward_model, make_reward_pre_post_processors
 from lerobot.rewards.pretrained import PreTrainedRewardModel
@@ -129,8 +128,3 @@ def _processor_overrides(cfg: ParallelTrainPipelineConfig, config: Any, ds_meta:
         }
         post["absolute_actions_processor"] = {"enabled": True}
     return {"preprocessor_overrides": pre, "postprocessor_overrides": post}
-
-
-def unwrap(accelerator: Accelerator, policy: nn.Module) -> nn.Module:
-    """The policy without DDP; precision wrappers of its forward stay, as in the host."""
-    return accelerator.unwrap_model(policy, keep_fp32_wrapper=True)

@@ -1,7 +1,6 @@
 """What a run says of itself before its first step."""
 
 import logging
-from pprint import pformat
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,8 @@ _ENGINES = {"single": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HS
 
 
 def log_start(run: Run) -> None:
-    """Config, sizes and topology; rank 0's console only (the host's logging is silent elsewhere)."""
+    """Sizes and topology; rank 0's console only (the host's logging is silent elsewhere)."""
     cfg = run.cfg
-    logging.info(pformat(cfg.to_dict()))
     params = list(run.module.parameters())
     learnable = sum(p.numel() for p in params if p.requires_grad)
     total = sum(p.numel() for p in params)
@@ -28,12 +26,13 @@ def log_start(run: Run) -> None:
     if run.report is not None:
         logging.info("%s", run.report)
     accumulation = cfg.accelerator.gradient_accumulation.steps
-    if cfg.steps % accumulation:
+    left_over = (cfg.steps - run.step) % accumulation
+    if left_over:
         logging.warning(
-            "steps=%d is no multiple of gradient_accumulation.steps=%d: the last %d micro-batches reach no update",
-            cfg.steps,
+            "%d steps are no multiple of gradient_accumulation.steps=%d: the last %d micro-batches reach no update",
+            cfg.steps - run.step,
             accumulation,
-            cfg.steps % accumulation,
+            left_over,
         )
     if getattr(cfg.policy, "use_amp", False) and cfg.accelerator.mixed_precision == "no":
         logging.warning("policy.use_amp is not used here: precision is --accelerator.mixed_precision (no)")

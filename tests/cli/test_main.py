@@ -1,7 +1,6 @@
-"""Exit codes, streams and the time that an answer takes; then what the demo's stages are made of."""
+"""Exit codes, streams and the time that an answer takes."""
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -14,10 +13,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
 import lerobot_parallel
-from lerobot_parallel.cli import demo
 from lerobot_parallel.cli.main import main
-from lerobot_parallel.config.errors import ConfigError
-from tests.support.datasets import copy_peer
 
 MODULE = [sys.executable, "-m", "lerobot_parallel.cli.main"]
 
@@ -142,43 +138,3 @@ def test_installed_command_converts_and_refuses(checkpoint: Path) -> None:
     assert done.stderr == ""
     failed = subprocess.run([*MODULE, "convert", checkpoint / "nothing"], capture_output=True, text=True)
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
-
-
-def test_demo_refuses_a_used_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "--dir" in one_line(run("demo", "--dir", tmp_path))
-    with pytest.raises(ConfigError, match="exists already"):
-        demo._fresh(tmp_path / "file")
-
-
-def test_demo_keeps_the_global_batch_on_every_topology() -> None:
-    assert {demo.GLOBAL_BATCH % topology.processes for topology in (demo.FIRST, demo.SECOND)} == {0}
-    assert str(demo.SECOND) == "HSDP on 4 processes (dp_replicate=2, dp_shard=2)"
-
-
-def test_demo_stage_that_fails_shows_its_log_and_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "_MAKE_DATASET", "print('what happened')\nraise SystemExit(3)")
-    result = run("demo", "--dir", tmp_path / "demo")
-    assert result.exit_code == 1
-    assert "what happened" in result.stderr
-    assert f"the stage 'dataset' exited with 3; its log: {tmp_path / 'demo' / 'logs' / 'dataset.log'}" in result.stderr
-
-
-def test_demo_stage_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "STAGE_LIMIT_S", 0.2)
-    stages = demo._Demo(tmp_path)
-    with pytest.raises(click.ClickException, match="took more than"):
-        stages._call("sleep", [sys.executable, "-c", "import time; time.sleep(60)"])
-
-
-@pytest.mark.slow
-def test_demo_around_its_training(tmp_path: Path) -> None:
-    """Dataset, convert and load, on a checkpoint of other software in place of the two trainings."""
-    stages = demo._Demo(tmp_path)
-    assert stages.make_dataset().saw == "6 episodes, 180 frames"
-    shutil.copytree(copy_peer(tmp_path / "copy") / "fsdp2", stages.run / "checkpoints")
-    (stages.run / "checkpoints" / "last").symlink_to("000004")
-    assert stages.convert().saw.endswith(" 201120 bytes in model.safetensors, verified")
-    assert "max |weight - shard| = 0, select_action = [" in stages.load().saw

@@ -94,7 +94,7 @@ def engine_run(
     optimizer = torch.optim.SGD(policy.get_optim_params(), lr=LR, weight_decay=0.01)
     if not degrees.sharded:
         policy, optimizer = accelerator.prepare(policy, optimizer)
-    window = AccumulationWindow(accelerator, policy, step=0)
+    window = AccumulationWindow(accelerator, policy)
     losses, norms, watched = [], [], []
     for batch in micro_batches:
         mine = {key: value.chunk(world)[rank] for key, value in batch.items()}
