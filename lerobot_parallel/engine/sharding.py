@@ -153,11 +153,14 @@ def _apply_fully_shard(
 
     def shard(modules: list[nn.Module], *, reshard: bool) -> None:
         mine = [p for module in modules for p in module.parameters() if p not in taken]
-        counts = Counter(dtype_of[p] for p in mine if p in dtype_of)
-        main = counts.most_common(1)[0][0] if counts else torch.float32
-        odd = _odd_leaves(modules, main, dtype_of, taken, apart=modules == [policy])
-        carved = {id(leaf) for leaves in odd for leaf in leaves[1]}
-        for dtype, group in [*odd, (main, [m for m in modules if id(m) not in carved])]:
+        sizes: Counter[torch.dtype] = Counter()
+        for param in filter(dtype_of.__contains__, mine):
+            sizes[dtype_of[param]] += param.numel()
+        main = sizes.most_common(1)[0][0] if sizes else torch.float32
+        odd = _odd_leaves(modules, main, dtype_of, taken)
+        carved = {id(leaf) for _, leaf in odd}
+        groups = [(dtype, [leaf]) for dtype, leaf in odd]
+        for dtype, group in [*groups, (main, [m for m in modules if id(m) not in carved])]:
             fully_shard(
                 group,
                 mesh=mesh,
@@ -174,19 +177,20 @@ def _apply_fully_shard(
 
 
 def _odd_leaves(
-    modules: list[nn.Module], main: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter], *, apart: bool
-) -> list[tuple[torch.dtype, list[nn.Module]]]:
+    modules: list[nn.Module], main: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter]
+) -> list[tuple[torch.dtype, nn.Module]]:
     """Leaf modules of a unit whose own parameters all compute in another dtype than most of it.
 
-    `fully_shard` casts a whole communication group to one dtype, so they form groups of their own. The modules
-    of a group must run together: those of one unit do, those of the root are each on their own.
+    `fully_shard` casts a whole communication group to one dtype, so each becomes a group of its own. Not one group
+    together: the modules of a group must all run in every call, and a layer of two experts runs one of them alone.
     """
-    leaves: dict[tuple[torch.dtype, int], list[nn.Module]] = {}
-    for module in (m for root in modules for m in root.modules() if not any(m.children())):
-        own = {dtype_of[p] for p in module.parameters(recurse=False) if p in dtype_of and p not in taken}
+    leaves = {id(m): m for root in modules for m in root.modules() if not any(True for _ in m.children())}
+    odd = []
+    for leaf in leaves.values():
+        own = {dtype_of[p] for p in leaf.parameters(recurse=False) if p in dtype_of and p not in taken}
         if len(own) == 1 and main not in own:
-            leaves.setdefault((own.pop(), id(module) if apart else 0), []).append(module)
-    return [(dtype, group) for (dtype, _), group in leaves.items()]
+            odd.append((own.pop(), leaf))
+    return odd
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

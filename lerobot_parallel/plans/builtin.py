@@ -65,7 +65,7 @@ def _pi0() -> WrapPlan:
 
 
 _QWEN25 = ("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")
-_QWEN3 = ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")
+_QWEN3 = ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Qwen3VLVisionPatchMerger")
 _RESNET = ("BasicBlock", "Bottleneck")
 _REWARD_METHODS = ("compute_reward",)
 _ZERO_SHOT = "it is zero-shot and has nothing to train"

@@ -123,14 +123,12 @@ def wall_x() -> nn.Module:
 
 
 def vla_jepa() -> nn.Module:
-    import lerobot.policies.vla_jepa.action_head as action_head
     import lerobot.policies.vla_jepa.modeling_vla_jepa as module
     import lerobot.policies.vla_jepa.qwen_interface as interface
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, VJEPA2Config, VJEPA2Model
 
     video = VJEPA2Config()
     video.image_size = video.crop_size
-    action_head.Beta = lambda *_: None  # checks its numbers, of which meta has none
     interface.AutoProcessor = loader(lambda: SimpleNamespace(tokenizer=word_tokenizer()))
     interface.Qwen3VLForConditionalGeneration = loader(lambda: Qwen3VLForConditionalGeneration(Qwen3VLConfig(**_QWEN3)))
     module.AutoModel, module.AutoVideoProcessor = loader(lambda: VJEPA2Model(video)), loader(SimpleNamespace)
