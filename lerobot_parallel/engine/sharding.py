@@ -147,6 +147,7 @@ def _apply_fully_shard(
     ignored: set[nn.Parameter],
     compute_dtypes: dict[str, torch.dtype],
 ) -> None:
+    uncalled = {id(module) for module in plan.uncalled}
     dtype_of = {p: compute_dtypes[n] for n, p in policy.named_parameters() if n in compute_dtypes}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if runtime.fsdp.cpu_offload else OffloadPolicy()
     taken: set[nn.Parameter] = set(ignored)
@@ -157,7 +158,7 @@ def _apply_fully_shard(
         for param in filter(dtype_of.__contains__, mine):
             sizes[dtype_of[param]] += param.numel()
         main = sizes.most_common(1)[0][0] if sizes else torch.float32
-        odd = _odd_leaves(modules, main, dtype_of, taken)
+        odd = [(dtype, leaf) for dtype, leaf in _odd_leaves(modules, main, dtype_of, taken) if id(leaf) not in uncalled]
         carved = {id(leaf) for _, leaf in odd}
         groups = [(dtype, [leaf]) for dtype, leaf in odd]
         for dtype, group in [*groups, (main, [m for m in modules if id(m) not in carved])]:

@@ -83,8 +83,8 @@ BUILTIN_PLANS: dict[str, Plan] = {
         modules=("model.embedder.model.language_model.embed_tokens", "model.action_head.seq_pool_proj"),
     ),
     # Video and action expert run inside one MoTLayer. VAE and text encoder are outside of `parameters()`: every
-    # rank holds them whole.
-    "fastwam": WrapPlan(units=("MoTLayer",)),
+    # rank holds them whole. The blocks read their third norm.
+    "fastwam": WrapPlan(units=("MoTLayer",), uncalled=("*.norm3",)),
     "gaussian_actor": WrapPlan(
         units=("MLP",),
         forward_methods=("select_action",),

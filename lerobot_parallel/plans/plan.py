@@ -32,6 +32,8 @@ class WrapPlan(BaseModel):
         keep_gathered: units, by name, that stay gathered between forward and backward, such as the last
             layer of a stack whose output the loss does not use: its pre-backward hook never fires.
         keep_in_root: modules whose weights are read without calling them; units on or around them dissolve.
+        uncalled: leaves whose weights the unit around them reads instead of calling them: gathered with the unit, also
+            where they would compute in another dtype than the rest of it.
         forward_methods: methods besides `forward` that gather the root before they run.
         gathered_methods: those of them whose number of unit calls depends on a rank's own data, such as a
             decoding that stops at an end token. They gather every unit before they run and none while they
@@ -48,6 +50,7 @@ class WrapPlan(BaseModel):
     modules: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] = ()
     keep_in_root: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
     forward_methods: tuple[str, ...] = INFERENCE_METHODS
     gathered_methods: tuple[str, ...] = ()
     pointless: str = ""
@@ -77,6 +80,7 @@ class ResolvedPlan:
         units: innermost first, the order in which `fully_shard` wants them.
         forward_methods: those of the plan that the policy has.
         gathered_methods: those of them that gather every unit before they run.
+        uncalled: modules that are never called.
         dissolved: names of units that went back to the root, with the reason.
     """
 
@@ -84,6 +88,7 @@ class ResolvedPlan:
     units: tuple[Unit, ...]
     forward_methods: tuple[str, ...]
     gathered_methods: tuple[str, ...] = ()
+    uncalled: tuple[nn.Module, ...] = ()
     dissolved: dict[str, str] = field(default_factory=dict)
 
 
@@ -172,7 +177,9 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     for name, reason in dissolved.items():
         logging.warning("unit %s stays in the root: %s", name, reason)
     gathered = tuple(m for m in plan.gathered_methods if m in methods)
-    return ResolvedPlan(source, tuple(units), methods, gathered, dissolved)
+    named = dict(policy.named_modules())
+    uncalled = tuple(named[name] for name in sorted(_matching(plan.uncalled, list(named))))
+    return ResolvedPlan(source, tuple(units), methods, gathered, uncalled, dissolved)
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:
