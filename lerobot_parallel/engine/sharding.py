@@ -93,6 +93,8 @@ def shard_policy(
     broadcast_buffers(policy)
     _register_forward_methods(policy, plan, autocast)
     report = _report(policy, plan)
+    if plan.pointless:
+        logging.warning("sharding %s gains nothing: %s", type(policy).__name__.removeprefix("FSDP"), plan.pointless)
     if report.in_units < report.in_root:
         logging.warning("more than half of the parameters stay in the root unit and are gathered for the whole step")
     return report

@@ -81,6 +81,7 @@ class ResolvedPlan:
         forward_methods: those of the plan that the policy has.
         gathered_methods: those of them that gather every unit before they run.
         uncalled: modules that are never called.
+        pointless: why sharding gains nothing, for a warning.
         dissolved: names of units that went back to the root, with the reason.
     """
 
@@ -89,6 +90,7 @@ class ResolvedPlan:
     forward_methods: tuple[str, ...]
     gathered_methods: tuple[str, ...] = ()
     uncalled: tuple[nn.Module, ...] = ()
+    pointless: str = ""
     dissolved: dict[str, str] = field(default_factory=dict)
 
 
@@ -179,7 +181,7 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     gathered = tuple(m for m in plan.gathered_methods if m in methods)
     named = dict(policy.named_modules())
     uncalled = tuple(named[name] for name in sorted(_matching(plan.uncalled, list(named))))
-    return ResolvedPlan(source, tuple(units), methods, gathered, uncalled, dissolved)
+    return ResolvedPlan(source, tuple(units), methods, gathered, uncalled, plan.pointless, dissolved)
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:

@@ -1,7 +1,6 @@
 """Whose plan counts: the user's flags, then the policy's own, then other packages', then the built-in ones."""
 
 import importlib.metadata
-import logging
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -87,11 +86,11 @@ def resolve(policy: nn.Module, policy_type: str, fsdp: FSDPConfig) -> ResolvedPl
     Raises:
         ConfigError: no plan, a name of the user's that matches no module, or a foreign plan of which none does.
     """
+    # Adapters wrap the policy; its modules, with the adapters in them, are what a plan names.
+    policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     check_plan_exists(policy_type, type(policy), fsdp, sharded=False)
     found, source = find_plan(policy_type, type(policy)) or (WrapPlan(), "")
     plan = found if isinstance(found, WrapPlan) else found(policy)
-    if plan.pointless:
-        logging.warning("sharding %s gains nothing: %s", policy_type, plan.pointless)
     if fsdp.wrap_modules:
         return resolve_by_class(fsdp.wrap_modules, plan, policy)
     if fsdp.min_num_params:
