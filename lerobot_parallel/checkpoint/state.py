@@ -1,5 +1,6 @@
 """Model and optimizer state by FQN, alike for sharded and unsharded policies."""
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -49,10 +50,11 @@ def _own_bytes(tensor: torch.Tensor, alive: set[int]) -> torch.Tensor:
 
 
 def tied_names(policy: nn.Module) -> list[list[str]]:
-    """The FQNs under which each tied parameter is known."""
+    """The FQNs under which each tied parameter, or shared buffer, is known."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, param in policy.named_parameters(remove_duplicate=False):
-        names[id(param)].append(canonical_fqn(name))
+    tensors = (policy.named_parameters(remove_duplicate=False), policy.named_buffers(remove_duplicate=False))
+    for name, tensor in itertools.chain(*tensors):
+        names[id(tensor)].append(canonical_fqn(name))
     return [aliases for aliases in names.values() if len(aliases) > 1]
 
 

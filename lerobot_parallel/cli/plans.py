@@ -50,7 +50,9 @@ def _measure(policy: str | None, config: str | None, dp_shard: int) -> "PlanRepo
 
     made = read_config(config) if config is not None else default_config(policy)
     if policy is not None and made.type != policy:
-        raise ConfigError("--config", config, f"is a config of {made.type}, not of {policy}", "drop the argument or the option")
+        raise ConfigError(
+            "--config", config, f"is a config of {made.type}, not of {policy}", "drop the argument or the option"
+        )
     built = build_skeleton(made)
     return report(made.type, built, registry.resolve(built, made.type, FSDPConfig()), dp_shard=dp_shard)
 

@@ -148,9 +148,14 @@ def _check_compile(config: CompileConfig, *, sharded: bool, accumulation: int) -
         return
     if config.backend == _GRAPH_BACKEND:
         flag = "--accelerator.compile.backend"
-    value, way_out = config.mode or config.backend, "use --accelerator.compile.mode=max-autotune-no-cudagraphs or default"
+    value, way_out = (
+        config.mode or config.backend,
+        "use --accelerator.compile.mode=max-autotune-no-cudagraphs or default",
+    )
     if sharded:
-        raise ConfigError(flag, value, "a CUDA graph keeps addresses of weights that sharding frees and gathers anew", way_out)
+        raise ConfigError(
+            flag, value, "a CUDA graph keeps addresses of weights that sharding frees and gathers anew", way_out
+        )
     if accumulation > 1:
         raise ConfigError(
             flag, value, f"a CUDA graph overwrites what gradient_accumulation.steps={accumulation} has to keep", way_out

@@ -37,7 +37,12 @@ def _persistent_buffers(policy: nn.Module) -> tuple[list[torch.Tensor], list[tor
     averaged, copied, seen = [], [], set()
     for module in policy.modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen or isinstance(buffer, DTensor):
+            if (
+                buffer is None
+                or name in module._non_persistent_buffers_set
+                or id(buffer) in seen
+                or isinstance(buffer, DTensor)
+            ):
                 continue
             seen.add(id(buffer))
             (averaged if name in _RUNNING and buffer.is_floating_point() else copied).append(buffer)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
@@ -80,7 +81,7 @@ def shard_policy(
     Raises:
         ConfigError: `fsdp.ignored_modules` matches no module.
     """
-    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision)
+    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision, mesh.device_type)
     weights = take_weights(policy)
     upcast_trainable(policy)
     ignored = ignored_parameters(policy, runtime.fsdp.ignored_modules)
@@ -92,6 +93,8 @@ def shard_policy(
     broadcast_buffers(policy)
     _register_forward_methods(policy, plan, autocast)
     report = _report(policy, plan)
+    if plan.pointless:
+        logging.warning("sharding %s gains nothing: %s", type(policy).__name__.removeprefix("FSDP"), plan.pointless)
     if report.in_units < report.in_root:
         logging.warning("more than half of the parameters stay in the root unit and are gathered for the whole step")
     return report
@@ -104,18 +107,27 @@ def upcast_trainable(policy: nn.Module) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def _compute_dtypes(policy: nn.Module, precision: str) -> dict[str, torch.dtype]:
+def _compute_dtypes(policy: nn.Module, precision: str, device_type: str) -> dict[str, torch.dtype]:
     """The dtype in which each parameter computes, by FQN; asked before trainable parameters are upcast.
 
     Without mixed precision that is the dtype it is kept in, fp32 for trainable ones, which is also what code
     that reads `weight.dtype` sees. With bf16 it is bf16, but for the fp32 parameters of a policy that has
-    narrower ones too: that policy keeps them in fp32 on purpose.
+    narrower ones too: that policy keeps them in fp32 on purpose. Norms that cannot mix stay in fp32, as under DDP.
     """
     floating = {n: p for n, p in policy.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     if precision == "no":
         return {name: torch.float32 if p.requires_grad else p.dtype for name, p in floating.items()}
     mixed = any(p.dtype.itemsize < 4 for p in floating.values())
-    return {n: torch.float32 if mixed and p.dtype.itemsize >= 4 else torch.bfloat16 for n, p in floating.items()}
+    wide = {n for n, p in floating.items() if mixed and p.dtype.itemsize >= 4} | _fp32_norms(policy, device_type)
+    return {n: torch.float32 if n in wide else torch.bfloat16 for n in floating}
+
+
+def _fp32_norms(policy: nn.Module, device_type: str) -> set[str]:
+    """Parameters of norms that take no bf16 weights: batch norms keep fp32 statistics, and on CPU neither kernel nor
+    autocast lets a norm have bf16 weights and an fp32 input."""
+    classes = (_BatchNorm,) if device_type != "cpu" else (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    norms = ((name, module) for name, module in policy.named_modules() if isinstance(module, classes))
+    return {f"{name}.{parameter}" for name, module in norms for parameter in module._parameters}
 
 
 def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:
@@ -137,17 +149,21 @@ def _apply_fully_shard(
     ignored: set[nn.Parameter],
     compute_dtypes: dict[str, torch.dtype],
 ) -> None:
+    uncalled = {id(module) for module in plan.uncalled}
     dtype_of = {p: compute_dtypes[n] for n, p in policy.named_parameters() if n in compute_dtypes}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if runtime.fsdp.cpu_offload else OffloadPolicy()
     taken: set[nn.Parameter] = set(ignored)
 
     def shard(modules: list[nn.Module], *, reshard: bool) -> None:
         mine = [p for module in modules for p in module.parameters() if p not in taken]
-        counts = Counter(dtype_of[p] for p in mine if p in dtype_of)
-        main = counts.most_common(1)[0][0] if counts else torch.float32
-        odd = _odd_leaves(modules, main, dtype_of, taken, apart=modules == [policy])
-        carved = {id(leaf) for leaves in odd for leaf in leaves[1]}
-        for dtype, group in [*odd, (main, [m for m in modules if id(m) not in carved])]:
+        sizes: Counter[torch.dtype] = Counter()
+        for param in filter(dtype_of.__contains__, mine):
+            sizes[dtype_of[param]] += param.numel()
+        main = sizes.most_common(1)[0][0] if sizes else torch.float32
+        odd = [(dtype, leaf) for dtype, leaf in _odd_leaves(modules, main, dtype_of, taken) if id(leaf) not in uncalled]
+        carved = {id(leaf) for _, leaf in odd}
+        groups = [(dtype, [leaf]) for dtype, leaf in odd]
+        for dtype, group in [*groups, (main, [m for m in modules if id(m) not in carved])]:
             fully_shard(
                 group,
                 mesh=mesh,
@@ -164,19 +180,20 @@ def _apply_fully_shard(
 
 
 def _odd_leaves(
-    modules: list[nn.Module], main: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter], *, apart: bool
-) -> list[tuple[torch.dtype, list[nn.Module]]]:
+    modules: list[nn.Module], main: torch.dtype, dtype_of: dict[nn.Parameter, torch.dtype], taken: set[nn.Parameter]
+) -> list[tuple[torch.dtype, nn.Module]]:
     """Leaf modules of a unit whose own parameters all compute in another dtype than most of it.
 
-    `fully_shard` casts a whole communication group to one dtype, so they form groups of their own. The modules
-    of a group must run together: those of one unit do, those of the root are each on their own.
+    `fully_shard` casts a whole communication group to one dtype, so each becomes a group of its own. Not one group
+    together: the modules of a group must all run in every call, and a layer of two experts runs one of them alone.
     """
-    leaves: dict[tuple[torch.dtype, int], list[nn.Module]] = {}
-    for module in (m for root in modules for m in root.modules() if not any(m.children())):
-        own = {dtype_of[p] for p in module.parameters(recurse=False) if p in dtype_of and p not in taken}
+    leaves = {id(m): m for root in modules for m in root.modules() if not any(True for _ in m.children())}
+    odd = []
+    for leaf in leaves.values():
+        own = {dtype_of[p] for p in leaf.parameters(recurse=False) if p in dtype_of and p not in taken}
         if len(own) == 1 and main not in own:
-            leaves.setdefault((own.pop(), id(module) if apart else 0), []).append(module)
-    return [(dtype, group) for (dtype, _), group in leaves.items()]
+            odd.append((own.pop(), leaf))
+    return odd
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -65,7 +65,7 @@ def _pi0() -> WrapPlan:
 
 
 _QWEN25 = ("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")
-_QWEN3 = ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")
+_QWEN3 = ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Qwen3VLVisionPatchMerger")
 _RESNET = ("BasicBlock", "Bottleneck")
 _REWARD_METHODS = ("compute_reward",)
 _ZERO_SHOT = "it is zero-shot and has nothing to train"
@@ -83,8 +83,8 @@ BUILTIN_PLANS: dict[str, Plan] = {
         modules=("model.embedder.model.language_model.embed_tokens", "model.action_head.seq_pool_proj"),
     ),
     # Video and action expert run inside one MoTLayer. VAE and text encoder are outside of `parameters()`: every
-    # rank holds them whole.
-    "fastwam": WrapPlan(units=("MoTLayer",)),
+    # rank holds them whole. The blocks read their third norm.
+    "fastwam": WrapPlan(units=("MoTLayer",), uncalled=("*.norm3",)),
     "gaussian_actor": WrapPlan(
         units=("MLP",),
         forward_methods=("select_action",),
@@ -94,7 +94,7 @@ BUILTIN_PLANS: dict[str, Plan] = {
     "groot": WrapPlan(
         units=("BasicTransformerBlock", *_QWEN3, "CategorySpecificMLP", "MultiEmbodimentActionEncoder"),
     ),
-    "lingbot_va": WrapPlan(units=("WanTransformerBlock",)),
+    "lingbot_va": WrapPlan(units=("WanTransformerBlock",), needs_bf16="its training forward casts its inputs to bf16"),
     # Losses read `lm_head.weight`, discrete inference the two tables of `wte`, without a call. Discrete decoding
     # ends when a rank's own samples do.
     "molmoact2": WrapPlan(
@@ -107,7 +107,9 @@ BUILTIN_PLANS: dict[str, Plan] = {
         keep_in_root=("*.lm_head", "*.wte"),
         gathered_methods=INFERENCE_METHODS,
     ),
-    "multi_task_dit": WrapPlan(units=("TransformerBlock", "CLIPEncoderLayer"), modules=("*.embeddings.token_embedding",)),
+    "multi_task_dit": WrapPlan(
+        units=("TransformerBlock", "CLIPEncoderLayer"), modules=("*.embeddings.token_embedding",)
+    ),
     "pi0": _pi0(),
     "pi05": _pi0(),
     # Layers are called here, one tower, and the head is used but not tied. Decoding ends when a rank's own samples do.

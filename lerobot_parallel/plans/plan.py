@@ -32,12 +32,15 @@ class WrapPlan(BaseModel):
         keep_gathered: units, by name, that stay gathered between forward and backward, such as the last
             layer of a stack whose output the loss does not use: its pre-backward hook never fires.
         keep_in_root: modules whose weights are read without calling them; units on or around them dissolve.
+        uncalled: leaves whose weights the unit around them reads instead of calling them: gathered with the unit, also
+            where they would compute in another dtype than the rest of it.
         forward_methods: methods besides `forward` that gather the root before they run.
         gathered_methods: those of them whose number of unit calls depends on a rank's own data, such as a
             decoding that stops at an end token. They gather every unit before they run and none while they
             do, so that ranks may stop at different steps; the model must fit a device meanwhile.
         pointless: why sharding gains nothing here; said in a warning.
         unshardable: why a run cannot be sharded, or trained at all; said in a refusal.
+        needs_bf16: why it trains under bf16 only, though sharding keeps fp32 masters; said in a refusal.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,10 +50,12 @@ class WrapPlan(BaseModel):
     modules: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] = ()
     keep_in_root: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
     forward_methods: tuple[str, ...] = INFERENCE_METHODS
     gathered_methods: tuple[str, ...] = ()
     pointless: str = ""
     unshardable: str = ""
+    needs_bf16: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class ResolvedPlan:
         units: innermost first, the order in which `fully_shard` wants them.
         forward_methods: those of the plan that the policy has.
         gathered_methods: those of them that gather every unit before they run.
+        uncalled: modules that are never called.
+        pointless: why sharding gains nothing, for a warning.
         dissolved: names of units that went back to the root, with the reason.
     """
 
@@ -82,6 +89,8 @@ class ResolvedPlan:
     units: tuple[Unit, ...]
     forward_methods: tuple[str, ...]
     gathered_methods: tuple[str, ...] = ()
+    uncalled: tuple[nn.Module, ...] = ()
+    pointless: str = ""
     dissolved: dict[str, str] = field(default_factory=dict)
 
 
@@ -169,7 +178,10 @@ def _finish(units: list[Unit], plan: WrapPlan, policy: nn.Module, source: str) -
     methods = tuple(m for m in plan.forward_methods if callable(getattr(policy, m, None)))
     for name, reason in dissolved.items():
         logging.warning("unit %s stays in the root: %s", name, reason)
-    return ResolvedPlan(source, tuple(units), methods, tuple(m for m in plan.gathered_methods if m in methods), dissolved)
+    gathered = tuple(m for m in plan.gathered_methods if m in methods)
+    named = dict(policy.named_modules())
+    uncalled = tuple(named[name] for name in sorted(_matching(plan.uncalled, list(named))))
+    return ResolvedPlan(source, tuple(units), methods, gathered, uncalled, plan.pointless, dissolved)
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:

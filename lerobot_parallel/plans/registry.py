@@ -1,7 +1,6 @@
 """Whose plan counts: the user's flags, then the policy's own, then other packages', then the built-in ones."""
 
 import importlib.metadata
-import logging
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -50,7 +49,9 @@ def find_plan(policy_type: str, policy_class: type) -> tuple[Plan, str] | None:
     return None
 
 
-def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig, *, sharded: bool = True) -> None:
+def check_plan_exists(
+    policy_type: str, policy_class: type, fsdp: FSDPConfig, *, sharded: bool = True, precision: str = ""
+) -> None:
     """Refuse to shard a policy that cannot be, or to act on the units of one of which nobody says what they are.
 
     Raises:
@@ -59,8 +60,14 @@ def check_plan_exists(policy_type: str, policy_class: type, fsdp: FSDPConfig, *,
     plan, _ = find_plan(policy_type, policy_class) or (None, "")
     if sharded and isinstance(plan, WrapPlan) and plan.unshardable:
         raise ConfigError(
-            "--parallelism.dp_shard", "above 1", f"{policy_type} is not sharded: {plan.unshardable}", "use --parallelism.dp_shard=1"
+            "--parallelism.dp_shard",
+            "above 1",
+            f"{policy_type} is not sharded: {plan.unshardable}",
+            "use --parallelism.dp_shard=1",
         )
+    if sharded and isinstance(plan, WrapPlan) and plan.needs_bf16 and precision == "no":
+        reason = f"sharded weights of {policy_type} are fp32, and {plan.needs_bf16}"
+        raise ConfigError("--accelerator.mixed_precision", precision, reason, "use bf16")
     if fsdp.wrap_modules or fsdp.min_num_params or plan is not None:
         return
     raise ConfigError(
@@ -79,11 +86,11 @@ def resolve(policy: nn.Module, policy_type: str, fsdp: FSDPConfig) -> ResolvedPl
     Raises:
         ConfigError: no plan, a name of the user's that matches no module, or a foreign plan of which none does.
     """
+    # Adapters wrap the policy; its modules, with the adapters in them, are what a plan names.
+    policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     check_plan_exists(policy_type, type(policy), fsdp, sharded=False)
     found, source = find_plan(policy_type, type(policy)) or (WrapPlan(), "")
     plan = found if isinstance(found, WrapPlan) else found(policy)
-    if plan.pointless:
-        logging.warning("sharding %s gains nothing: %s", policy_type, plan.pointless)
     if fsdp.wrap_modules:
         return resolve_by_class(fsdp.wrap_modules, plan, policy)
     if fsdp.min_num_params:
@@ -113,7 +120,12 @@ def known_plans() -> list[dict[str, Any]]:
         try:
             rows[entry.name] = _row(entry.name, f"package {_package(entry)}", _load_plan(entry))
         except ConfigError as error:
-            rows[entry.name] = {"policy": entry.name, "source": f"package {_package(entry)}", "units": [], "note": str(error)}
+            rows[entry.name] = {
+                "policy": entry.name,
+                "source": f"package {_package(entry)}",
+                "units": [],
+                "note": str(error),
+            }
     return [rows[policy_type] for policy_type in sorted(rows)]
 
 
@@ -121,7 +133,9 @@ def _row(policy_type: str, source: str, plan: Plan) -> dict[str, Any]:
     if not isinstance(plan, WrapPlan):
         return {"policy": policy_type, "source": source, "units": [], "note": "its units follow from the built policy"}
     groups = [f"leaves of {group[0].partition('.{i}')[0]}" for group in plan.groups]
-    note = (plan.unshardable and f"not sharded: {plan.unshardable}") or (plan.pointless and f"pointless: {plan.pointless}")
+    note = (plan.unshardable and f"not sharded: {plan.unshardable}") or (
+        plan.pointless and f"pointless: {plan.pointless}"
+    )
     return {"policy": policy_type, "source": source, "units": [*plan.units, *groups, *plan.modules], "note": note}
 
 

@@ -13,6 +13,7 @@ from lerobot.configs.rewards import RewardModelConfig
 from lerobot.policies.factory import get_policy_class, make_policy_config
 from lerobot.rewards.factory import get_reward_model_class, make_reward_model_config
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.source import config_file
@@ -38,7 +39,9 @@ def default_config(policy_type: str) -> Any:
     try:
         return make(policy_type, input_features=inputs, output_features=outputs)
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError("POLICY", policy_type, f"the host makes no config of it ({error})", "give --config, or another type") from None
+        raise ConfigError(
+            "POLICY", policy_type, f"the host makes no config of it ({error})", "give --config, or another type"
+        ) from None
 
 
 def read_config(path: str) -> Any:
@@ -58,7 +61,9 @@ def read_config(path: str) -> Any:
             (Path(copy) / "config.json").write_text(json.dumps(data))
             return base.from_pretrained(copy)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("--config", path, f"no policy's config can be read from it ({error})", "name a config.json") from None
+        raise ConfigError(
+            "--config", path, f"no policy's config can be read from it ({error})", "name a config.json"
+        ) from None
 
 
 def build_skeleton(config: Any) -> nn.Module:
@@ -72,7 +77,7 @@ def build_skeleton(config: Any) -> nn.Module:
         config.pretrained_backbone_weights = None
     get_class = get_reward_model_class if config.type in REWARD_MODELS else get_policy_class
     try:
-        with torch.device("meta"), _configs_only():
+        with torch.device("meta"), _UnknownNumbers(), _configs_only():
             return get_class(config.type)(config)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -82,6 +87,17 @@ def build_skeleton(config: Any) -> nn.Module:
             f"cannot be built from its config alone ({first})",
             "give --config with local folders for what it would load from the hub",
         ) from error
+
+
+class _UnknownNumbers(TorchFunctionMode):
+    """What a constructor reads from a tensor on meta, where there is nothing to read: schedules and checks do so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_meta:
+            return 1.0
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

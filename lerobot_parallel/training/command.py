@@ -81,7 +81,13 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     if resumed is not None:
         apply_given_preset(cfg, sys.argv[1:])
     if degrees.sharded or needs_units(cfg.accelerator):
-        check_plan_exists(cfg.trainable_config.type, _trained_class(cfg), cfg.accelerator.fsdp, sharded=degrees.sharded)
+        check_plan_exists(
+            cfg.trainable_config.type,
+            _trained_class(cfg),
+            cfg.accelerator.fsdp,
+            sharded=degrees.sharded,
+            precision=cfg.accelerator.mixed_precision,
+        )
     if degrees.sharded and rank_from_env() == 0:
         check_names(cfg)
     return degrees, resumed

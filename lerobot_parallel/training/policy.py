@@ -98,7 +98,8 @@ def make_processors(cfg: ParallelTrainPipelineConfig, policy: nn.Module, ds_meta
     if not (active.pretrained_path and cfg.resume):
         kwargs["dataset_stats"] = ds_meta.stats
     if cfg.is_reward_model_training:
-        return make_reward_pre_post_processors(cfg.reward_model, dataset_meta=ds_meta, **kwargs)
+        # Always made afresh, never read from a checkpoint: without the statistics a resumed run would not normalise.
+        return make_reward_pre_post_processors(cfg.reward_model, dataset_meta=ds_meta, dataset_stats=ds_meta.stats)
     if active.pretrained_path is not None:
         kwargs.update(_processor_overrides(cfg, policy.config, ds_meta, device))
     return make_pre_post_processors(

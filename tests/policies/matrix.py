@@ -1,7 +1,7 @@
 """The support matrix of the README: what the test run saw, and nothing else.
 
-    python -m pytest tests/policies          # records
-    python -m tests.policies.matrix          # writes the table into README.md
+python -m pytest tests/policies          # records
+python -m tests.policies.matrix          # writes the table into README.md
 """
 
 import json

@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lerobot_parallel.checkpoint.layout import MODEL_KEY, Checkpoint
-from lerobot_parallel.checkpoint.state import model_state, tied_names
+from lerobot_parallel.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from lerobot_parallel.checkpoint.resume import load_optimizer, load_weights
+from lerobot_parallel.checkpoint.state import model_state, optimizer_state, tied_names
 from lerobot_parallel.config.runtime import AcceleratorConfig, ActivationCheckpointingConfig, CompileConfig, FSDPConfig
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.accelerator import build_accelerator
 from lerobot_parallel.engine.buffers import agree_on_buffers
-from lerobot_parallel.engine.sharding import ShardReport, reshard, shard_policy
+from lerobot_parallel.engine.sharding import ShardReport, reshard, shard_policy, upcast_trainable
 from lerobot_parallel.engine.topology import build_mesh
 from lerobot_parallel.engine.units import transform_units
 from lerobot_parallel.plans import registry
@@ -47,13 +48,16 @@ def reference(case: Case, ranks: int) -> dict[str, Any]:
     """
     policy = make(case, seed=0)
     started = infer(case, policy)
+    if case.precision != "no":
+        upcast_trainable(policy)
     policy.train()
     optimizer = optimizer_for(policy)
     losses = []
     for step in range(STEPS):
         for rank in range(ranks):
             seed_for(step, rank)
-            loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+                loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
             (loss / ranks).backward()
             losses.append(loss.item())
         update(policy, optimizer)
@@ -63,7 +67,10 @@ def reference(case: Case, ranks: int) -> dict[str, Any]:
 
 def copied(batch: Batch) -> Batch:
     """Some policies write into their batch."""
-    return {k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    return {
+        k: copied(v) if isinstance(v, dict) else v.clone() if isinstance(v, torch.Tensor) else v
+        for k, v in batch.items()
+    }
 
 
 def update(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -90,29 +97,22 @@ def sharded_run(case: Case, degrees: Degrees, *, checkpoint: Path | None = None,
     Args:
         runtime: `precision`, `recompute`, `compiled`; see `runtime_for`.
     """
-    accelerator, policy, report, plan = shard(case, degrees, runtime_for(**runtime))
+    accelerator, policy, report, plan = shard(case, degrees, runtime_for(**{"precision": case.precision} | runtime))
     # The reference infers before it trains; state that methods leave behind must not differ.
     started = infer(case, policy)
-    policy.train()
     optimizer = optimizer_for(policy)
-    losses = []
-    for step in range(STEPS):
-        seed_for(step, dist.get_rank())
-        with accelerator.autocast():
-            loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + dist.get_rank())))
-        loss.backward()
-        losses.append(loss.item())
-        update(policy, optimizer)
+    losses = [train_step(case, accelerator, policy, optimizer, step) for step in range(STEPS)]
     agree_on_buffers(policy)
     ended = infer(case, policy)
     reshard(policy)
     state = model_state(policy)
+    whole = {name: full(tensor) for name, tensor in state.items()}
     if checkpoint is not None:
-        dcp.save({MODEL_KEY: state}, storage_writer=dcp.FileSystemWriter(Checkpoint(checkpoint).model_shards))
-        if dist.get_rank() == 0:
-            policy.config._save_pretrained(Checkpoint(checkpoint).pretrained)
+        save(Checkpoint(checkpoint), policy, optimizer)
+        train_step(case, accelerator, policy, optimizer, STEPS)
     return {
-        "state": {name: full(tensor) for name, tensor in state.items()},
+        "state": whole,
+        "third": {name: full(tensor) for name, tensor in model_state(policy).items()},
         "losses": losses,
         "started": started,
         "ended": ended,
@@ -125,7 +125,42 @@ def sharded_run(case: Case, degrees: Degrees, *, checkpoint: Path | None = None,
     }
 
 
-def runtime_for(*, precision: str = "no", recompute: bool = False, compiled: str = "", reshard: bool = True) -> AcceleratorConfig:
+def train_step(case: Case, accelerator: Any, policy: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    policy.train()
+    rank = dist.get_rank()
+    seed_for(step, rank)
+    with accelerator.autocast():
+        loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
+    loss.backward()
+    update(policy, optimizer)
+    return loss.item()
+
+
+def save(checkpoint: Checkpoint, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What the engine's own save writes of a sharded policy in format dcp, without a training config around it."""
+    shards = {
+        checkpoint.model_shards: {MODEL_KEY: model_state(policy)},
+        checkpoint.optimizer_shards: {OPTIMIZER_KEY: optimizer_state(policy, optimizer)},
+    }
+    for folder, state in shards.items():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+    if dist.get_rank() == 0:
+        policy.config._save_pretrained(checkpoint.pretrained)
+
+
+def resumed_run(case: Case, degrees: Degrees, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The third update, from the checkpoint of the second, by policies that were built without weights."""
+    accelerator, policy, _, _ = shard(case, degrees, runtime_for(precision=case.precision), weights_follow=True)
+    load_weights(policy, Checkpoint(checkpoint))
+    optimizer = optimizer_for(policy)
+    load_optimizer(policy, optimizer, Checkpoint(checkpoint))
+    train_step(case, accelerator, policy, optimizer, STEPS)
+    return {name: full(tensor) for name, tensor in model_state(policy).items()}
+
+
+def runtime_for(
+    *, precision: str = "no", recompute: bool = False, compiled: str = "", reshard: bool = True
+) -> AcceleratorConfig:
     return AcceleratorConfig(
         mixed_precision=precision,
         activation_checkpointing=ActivationCheckpointingConfig("full" if recompute else "none"),
@@ -134,7 +169,9 @@ def runtime_for(*, precision: str = "no", recompute: bool = False, compiled: str
     )
 
 
-def shard(case: Case, degrees: Degrees, runtime: AcceleratorConfig) -> tuple[Any, nn.Module, ShardReport, Any]:
+def shard(
+    case: Case, degrees: Degrees, runtime: AcceleratorConfig, *, weights_follow: bool = False
+) -> tuple[Any, nn.Module, ShardReport, Any]:
     accelerator = build_accelerator(runtime, degrees, device_type="cpu")
     policy = make(case, seed=dist.get_rank())
     plan = registry.resolve(policy, case.policy, runtime.fsdp)
@@ -146,6 +183,7 @@ def shard(case: Case, degrees: Degrees, runtime: AcceleratorConfig) -> tuple[Any
         runtime=runtime,
         device=accelerator.device,
         autocast=accelerator.autocast,
+        weights_follow=weights_follow,
     )
     return accelerator, policy, report, plan
 

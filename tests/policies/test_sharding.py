@@ -17,7 +17,7 @@ from lerobot_parallel.config.topology import Degrees
 from tests.policies.builds.common import Case, make
 from tests.policies.cases import CASES, HSDP
 from tests.policies.matrix import record
-from tests.policies.runs import reference, sharded_run
+from tests.policies.runs import reference, resumed_run, sharded_run
 
 FSDP2, HSDP_2X2 = Degrees(1, 2), Degrees(2, 2)
 # Ranks of a mesh of four add gradients in another order than the reference does.
@@ -56,6 +56,7 @@ def sharded(references: Callable, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def assert_updates(case: Case, result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """`tolerance` 0 is bit-equal. Statistics of batch norms are left out: one process updates them once a rank."""
     assert result["state"].keys() == expected["state"].keys()
     for name, tensor in expected["state"].items():
         if case.batch_norm and name.rpartition(".")[2] in RUNNING:
@@ -63,7 +64,9 @@ def assert_updates(case: Case, result: dict[str, Any], expected: dict[str, Any],
         if tolerance == 0.0:
             assert torch.equal(result["state"][name], tensor), name
         else:
-            torch.testing.assert_close(result["state"][name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                result["state"][name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @cases
@@ -72,8 +75,12 @@ def test_two_updates_equal_the_accumulating_reference(sharded: Callable, referen
     results, _ = sharded(name)
     for rank, result in enumerate(results):
         assert_updates(case, result, expected, case.tolerance)
-        assert result["losses"] == pytest.approx(expected["losses"][rank::2], rel=1e-5)
+        assert result["losses"] == pytest.approx(
+            expected["losses"][rank::2], rel=1e-5 if case.precision == "no" else 2e-3
+        )
     record(case, "FSDP2")
+    if case.precision == "bf16":
+        record(case, "bf16")
 
 
 @cases
@@ -81,8 +88,9 @@ def test_units_and_shards_are_those_of_the_plan(sharded: Callable, name: str) ->
     case, (results, _) = CASES[name], sharded(name)
     for result in results:
         assert len(result["units"]) == case.units
-        # Every unit and the root is a group of its own.
-        assert result["fsdp"] == case.units + 1
+        if case.precision == "no":
+            # Every unit and the root is a group of its own. Under bf16, norms that compute in fp32 are too.
+            assert result["fsdp"] == case.units + 1
         assert result["dtensors"] == case.dtensors
         assert result["ties"] == case.ties
 
@@ -104,7 +112,8 @@ def test_recomputed_units_change_no_bit(world: Callable, sharded: Callable, refe
     results = world(functools.partial(sharded_run, CASES[name], FSDP2, recompute=True), 2)
     plain, _ = sharded(name)
     for result, before in zip(results, plain, strict=True):
-        assert_updates(CASES[name], result, before, 0.0)
+        for key, tensor in before["state"].items():
+            assert torch.equal(result["state"][key], tensor), key
         assert result["losses"] == before["losses"]
 
 
@@ -118,7 +127,9 @@ def test_bf16_loss_is_that_of_fp32(world: Callable, references: Callable, name: 
 
 
 @cases
-def test_converted_shards_load_into_the_host(world: Callable, sharded: Callable, references: Callable, name: str) -> None:
+def test_converted_shards_load_into_the_host(
+    world: Callable, sharded: Callable, references: Callable, name: str
+) -> None:
     case, expected = CASES[name], references(name, 2)["state"]
     results, folder = sharded(name)
     convert(folder, verify=True)
@@ -126,20 +137,31 @@ def test_converted_shards_load_into_the_host(world: Callable, sharded: Callable,
     assert state.keys() == expected.keys()
     assert ties == case.ties
     for key, tensor in results[0]["state"].items():
-        assert torch.equal(state[key], tensor), key
+        # A policy that starts in bf16 is loaded into bf16.
+        assert torch.equal(state[key], tensor.to(state[key].dtype)), key
 
 
 def _reload(case: Case, pretrained: Path) -> tuple[dict[str, torch.Tensor], int]:
-    from safetensors.torch import load_model
+    from safetensors.torch import load_file
 
     from lerobot_parallel.checkpoint.state import tied_names
 
     policy = make(case, seed=9)
     if case.reload:
-        policy = type(policy).from_pretrained(pretrained, config=policy.config, strict=True)
+        policy = type(policy).from_pretrained(pretrained, config=policy.config)
     else:
-        load_model(policy, pretrained / "model.safetensors", strict=True)
+        policy.load_state_dict(load_file(pretrained / "model.safetensors"), strict=True)
     return {name: tensor.clone() for name, tensor in policy.state_dict().items()}, len(tied_names(policy))
+
+
+@cases
+def test_a_resumed_run_makes_the_same_third_update(world: Callable, sharded: Callable, name: str) -> None:
+    case, (results, folder) = CASES[name], sharded(name)
+    for ours, uninterrupted in zip(world(resumed_run, 2, case, FSDP2, folder), results, strict=True):
+        assert ours.keys() == uninterrupted["third"].keys()
+        for key, tensor in uninterrupted["third"].items():
+            assert torch.equal(ours[key], tensor), key
+    record(case, "resume")
 
 
 @pytest.mark.parametrize("name", HSDP)

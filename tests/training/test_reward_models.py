@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.training.fakes import fake_hub
-from tests.training.runs import assert_close, common_args, files, last_checkpoint, launch, log_lines, train, weights_file
+from tests.training.runs import assert_close, common_args, files, last_checkpoint, log_lines, train, weights_file
 
 pytestmark = pytest.mark.usefixtures("warmed")
 
@@ -99,10 +99,3 @@ def test_reward_model_is_published(rewards: Path, resnet: Path, tmp_path: Path):
     assert main.value[0][:2] == ("me/reward", ["README.md", "config.json", "model.safetensors", "train_config.json"])
     assert len(main.value) == 3 and other.value == []
     assert "Model pushed to https://hub.test/me/reward" in main.stderr
-
-
-def test_sharded_reward_models_are_refused(rewards: Path, resnet: Path, tmp_path: Path):
-    ranks = launch(_args(rewards, resnet), "fsdp2", tmp_path)
-    assert [rank.exitcode for rank in ranks] == [1, 1]
-    (line,) = [line for rank in ranks for line in rank.stderr.splitlines() if "lerobot-train:" in line]
-    assert "--parallelism.dp_shard=2" in line and "reward models" in line

@@ -38,6 +38,7 @@ class Case:
         reload: whether the host's `from_pretrained` can read the result here; else `load_state_dict` does.
         ties: how many weights have several names.
         batch_norm: whether it keeps running statistics, which a reference of one process updates more often.
+        precision: `bf16` for a policy whose forward knows nothing else.
         stubbed: what stands in for something that needs the hub or a GPU, for the support matrix.
         loss: a policy's loss, where `policy(batch)[0]` is none.
     """
@@ -55,11 +56,14 @@ class Case:
     reload: bool = True
     ties: int = 0
     batch_norm: bool = False
+    precision: str = "no"
     stubbed: str = ""
     loss: Callable[[nn.Module, Batch], Tensor] = field(default=lambda policy, batch: policy(batch)[0])
 
 
-def features(*, state: int = WIDTH, size: tuple[int, int] | None = (32, 32), cameras: tuple[str, ...] = (CAMERA,)) -> dict[str, dict]:
+def features(
+    *, state: int = WIDTH, size: tuple[int, int] | None = (32, 32), cameras: tuple[str, ...] = (CAMERA,)
+) -> dict[str, dict]:
     inputs = {STATE: PolicyFeature(FeatureType.STATE, (state,))} if state else {}
     if size is not None:
         inputs |= {camera: PolicyFeature(FeatureType.VISUAL, (3, *size)) for camera in cameras}
@@ -115,7 +119,9 @@ def model_folder(name: str, write: Callable[[Path], None]) -> Path:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write(partial)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            write(partial)
         partial.rename(folder)
     return folder
 

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.policies.builds.common import Batch, Case, draw, features, loader, model_folder, observation, vla_batch, word_tokenizer
+from tests.policies.builds.common import (
+    Batch,
+    Case,
+    draw,
+    features,
+    loader,
+    model_folder,
+    observation,
+    vla_batch,
+    word_tokenizer,
+)
 
 PI_SIZE = 28
 PI_VOCABULARY = 300
@@ -30,8 +40,22 @@ def _write_smolvlm(folder: Path) -> None:
     from transformers import SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    text = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "vocab_size": 260, "pad_token_id": 0}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    text = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "vocab_size": 260,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
     ids = {"image_token_id": 1, "pad_token_id": 0}
     SmolVLMConfig(text_config={**text, **heads}, vision_config=vision, scale_factor=2, **ids).save_pretrained(folder)
     tokenizer = word_tokenizer(
@@ -100,7 +124,11 @@ def pi_batch(n: int, seed: int) -> Batch:
 
 def pi_fast_batch(n: int, seed: int) -> Batch:
     tokens = torch.randint(5, 80, (n, 5), generator=draw(seed + 900))
-    return {**pi_batch(n, seed), "action.tokens": tokens, "action.token_mask": torch.ones_like(tokens, dtype=torch.bool)}
+    return {
+        **pi_batch(n, seed),
+        "action.tokens": tokens,
+        "action.token_mask": torch.ones_like(tokens, dtype=torch.bool),
+    }
 
 
 def small_batch(n: int, seed: int) -> Batch:
@@ -120,7 +148,15 @@ _PI_STUBS = "Gemma and SigLIP of two layers in place of the fixed sizes"
 
 CASES = [
     Case(
-        "smolvla", "smolvla", smolvla, small_batch, observe=small_observation, units=12, dtensors=124, tolerance=1e-6, stubbed=_SMOL_STUBS
+        "smolvla",
+        "smolvla",
+        smolvla,
+        small_batch,
+        observe=small_observation,
+        units=12,
+        dtensors=124,
+        tolerance=1e-6,
+        stubbed=_SMOL_STUBS,
     ),
     Case(
         "smolvla_full",
@@ -149,6 +185,19 @@ CASES = [
         "pi0",
         "pi0",
         lambda: pi("pi0", num_inference_steps=2),
+        pi_batch,
+        observe=pi_observation,
+        units=9,
+        dtensors=90,
+        tolerance=1e-6,
+        reload=False,
+        stubbed=_PI_STUBS,
+    ),
+    Case(
+        # The policy's own checkpointing recomputes the layers of both stacks together, attention included.
+        "pi0_gradient_checkpointing",
+        "pi0",
+        lambda: pi("pi0", num_inference_steps=2, gradient_checkpointing=True),
         pi_batch,
         observe=pi_observation,
         units=9,

@@ -29,14 +29,27 @@ def act() -> nn.Module:
     from lerobot.policies.act.configuration_act import ACTConfig
     from lerobot.policies.act.modeling_act import ACTPolicy
 
-    small = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 48, "latent_dim": 8, "n_encoder_layers": 2, "n_vae_encoder_layers": 2}
+    small = {
+        "dim_model": 32,
+        "n_heads": 2,
+        "dim_feedforward": 48,
+        "latent_dim": 8,
+        "n_encoder_layers": 2,
+        "n_vae_encoder_layers": 2,
+    }
     window = {"chunk_size": 6, "n_action_steps": 6}
-    return ACTPolicy(ACTConfig(device="cpu", pretrained_backbone_weights=None, **small, **window, **features(size=(64, 64))))
+    return ACTPolicy(
+        ACTConfig(device="cpu", pretrained_backbone_weights=None, **small, **window, **features(size=(64, 64)))
+    )
 
 
 def act_batch(n: int, seed: int) -> Batch:
     g = draw(seed)
-    return {STATE: torch.randn(n, WIDTH, generator=g), CAMERA: torch.rand(n, 3, 64, 64, generator=g), **actions(n, 6, g)}
+    return {
+        STATE: torch.randn(n, WIDTH, generator=g),
+        CAMERA: torch.rand(n, 3, 64, 64, generator=g),
+        **actions(n, 6, g),
+    }
 
 
 def diffusion() -> nn.Module:
@@ -55,7 +68,12 @@ def _diffusion(*, use_group_norm: bool) -> nn.Module:
     small = {"down_dims": (16, 32), "diffusion_step_embed_dim": 16, "n_groups": 4, "spatial_softmax_num_keypoints": 8}
     window = {"horizon": 8, "n_action_steps": 4, "num_train_timesteps": 10, "num_inference_steps": 2}
     config = DiffusionConfig(
-        device="cpu", pretrained_backbone_weights=None, use_group_norm=use_group_norm, **small, **window, **features(size=(64, 64))
+        device="cpu",
+        pretrained_backbone_weights=None,
+        use_group_norm=use_group_norm,
+        **small,
+        **window,
+        **features(size=(64, 64)),
     )
     return DiffusionPolicy(config)
 
@@ -83,10 +101,24 @@ def vqbet_first_phase() -> nn.Module:
     from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
     from lerobot.policies.vqbet.modeling_vqbet import VQBeTPolicy
 
-    gpt = {"gpt_n_layer": 2, "gpt_n_head": 2, "gpt_block_size": 50, "gpt_input_dim": 32, "gpt_output_dim": 32, "gpt_hidden_dim": 32}
-    vae = {"vqvae_embedding_dim": 16, "vqvae_enc_hidden_dim": 16, "vqvae_n_embed": 4, "spatial_softmax_num_keypoints": 8}
+    gpt = {
+        "gpt_n_layer": 2,
+        "gpt_n_head": 2,
+        "gpt_block_size": 50,
+        "gpt_input_dim": 32,
+        "gpt_output_dim": 32,
+        "gpt_hidden_dim": 32,
+    }
+    vae = {
+        "vqvae_embedding_dim": 16,
+        "vqvae_enc_hidden_dim": 16,
+        "vqvae_n_embed": 4,
+        "spatial_softmax_num_keypoints": 8,
+    }
     window = {"n_obs_steps": 2, "n_action_pred_token": 2, "action_chunk_size": 3, "crop_shape": (56, 56)}
-    config = VQBeTConfig(device="cpu", pretrained_backbone_weights=None, **gpt, **vae, **window, **features(size=(64, 64)))
+    config = VQBeTConfig(
+        device="cpu", pretrained_backbone_weights=None, **gpt, **vae, **window, **features(size=(64, 64))
+    )
     return VQBeTPolicy(config)
 
 
@@ -94,8 +126,21 @@ def tdmpc() -> nn.Module:
     from lerobot.policies.tdmpc.configuration_tdmpc import TDMPCConfig
     from lerobot.policies.tdmpc.modeling_tdmpc import TDMPCPolicy
 
-    nets = {"latent_dim": 10, "mlp_dim": 32, "state_encoder_hidden_dim": 16, "image_encoder_hidden_dim": 8, "q_ensemble_size": 2}
-    plan = {"horizon": 3, "n_action_repeats": 2, "n_gaussian_samples": 8, "n_pi_samples": 4, "n_elites": 4, "cem_iterations": 1}
+    nets = {
+        "latent_dim": 10,
+        "mlp_dim": 32,
+        "state_encoder_hidden_dim": 16,
+        "image_encoder_hidden_dim": 8,
+        "q_ensemble_size": 2,
+    }
+    plan = {
+        "horizon": 3,
+        "n_action_repeats": 2,
+        "n_gaussian_samples": 8,
+        "n_pi_samples": 4,
+        "n_elites": 4,
+        "cem_iterations": 1,
+    }
     seen = features(size=None)
     seen["input_features"][TOP] = PolicyFeature(FeatureType.VISUAL, (3, 64, 64))
     return TDMPCPolicy(TDMPCConfig(device="cpu", **nets, **plan, **seen))
@@ -106,7 +151,12 @@ def tdmpc_batch(n: int, seed: int) -> Batch:
     seen = {STATE: torch.randn(n, 4, WIDTH, generator=g), TOP: torch.rand(n, 4, 3, 64, 64, generator=g)}
     done = {ACTION: torch.rand(n, 3, WIDTH, generator=g) * 2 - 1, "next.reward": torch.randn(n, 3, generator=g)}
     pads = {PAD: (n, 3), "next.reward_is_pad": (n, 3), "observation.state_is_pad": (n, 4)}
-    return {**seen, **done, **{key: torch.zeros(shape, dtype=torch.bool) for key, shape in pads.items()}, "index": torch.arange(n)}
+    return {
+        **seen,
+        **done,
+        **{key: torch.zeros(shape, dtype=torch.bool) for key, shape in pads.items()},
+        "index": torch.arange(n),
+    }
 
 
 def tdmpc_observe(n: int, seed: int) -> Batch:
@@ -120,7 +170,13 @@ def multi_task_dit() -> nn.Module:
 
     clip = str(model_folder("clip-small", _write_clip))
     net = {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "timestep_embed_dim": 16, "tokenizer_max_length": 16}
-    window = {"horizon": 8, "n_action_steps": 4, "num_train_timesteps": 10, "num_inference_steps": 2, "image_crop_shape": (32, 32)}
+    window = {
+        "horizon": 8,
+        "n_action_steps": 4,
+        "num_train_timesteps": 10,
+        "num_inference_steps": 2,
+        "image_crop_shape": (32, 32),
+    }
     names = {"vision_encoder_name": clip, "text_encoder_name": clip}
     return MultiTaskDiTPolicy(MultiTaskDiTConfig(device="cpu", **names, **net, **window, **features()))
 
@@ -129,7 +185,14 @@ def _write_clip(folder: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**tower, "vocab_size": 200, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    text = {
+        **tower,
+        "vocab_size": 200,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
     vision = {**tower, "image_size": 32, "patch_size": 16}
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)).save_pretrained(folder)
 

@@ -12,7 +12,9 @@ def sarm() -> nn.Module:
     from lerobot.rewards.sarm.configuration_sarm import SARMConfig
     from lerobot.rewards.sarm.modeling_sarm import SARMRewardModel
 
-    return SARMRewardModel(SARMConfig(device="cpu", image_dim=16, text_dim=16, hidden_dim=32, num_heads=2, num_layers=2, max_state_dim=8))
+    return SARMRewardModel(
+        SARMConfig(device="cpu", image_dim=16, text_dim=16, hidden_dim=32, num_heads=2, num_layers=2, max_state_dim=8)
+    )
 
 
 def sarm_batch(n: int, seed: int) -> Batch:
@@ -26,7 +28,12 @@ def classifier() -> nn.Module:
     from lerobot.rewards.classifier.configuration_classifier import RewardClassifierConfig
     from lerobot.rewards.classifier.modeling_classifier import Classifier
 
-    net = {"model_name": str(model_folder("resnet-small", _write_resnet)), "hidden_dim": 16, "latent_dim": 16, "num_cameras": 2}
+    net = {
+        "model_name": str(model_folder("resnet-small", _write_resnet)),
+        "hidden_dim": 16,
+        "latent_dim": 16,
+        "num_cameras": 2,
+    }
     seen = features(state=0, cameras=(CAMERA, WRIST))["input_features"]
     return Classifier(RewardClassifierConfig(device="cpu", input_features=seen, **net))
 
@@ -34,7 +41,9 @@ def classifier() -> nn.Module:
 def _write_resnet(folder: Path) -> None:
     from transformers import ResNetConfig, ResNetModel
 
-    ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")).save_pretrained(folder)
+    ResNetModel(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    ).save_pretrained(folder)
 
 
 def classifier_batch(n: int, seed: int) -> Batch:
@@ -53,7 +62,7 @@ CASES = [
         infer=("compute_reward",),
         units=2,
         dtensors=34,
-        ties=18,
+        ties=36,
         batch_norm=True,
         stubbed="a ResNet of two blocks from a local folder",
     ),

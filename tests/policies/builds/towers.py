@@ -31,17 +31,52 @@ def xvla() -> nn.Module:
     from lerobot.policies.xvla.configuration_xvla import XVLAConfig
     from lerobot.policies.xvla.modeling_xvla import XVLAPolicy
 
-    vision = {"embed_dim": [16, 16], "num_heads": [2, 2], "num_groups": [2, 2], "depths": [1, 1], "patch_size": [7, 3], "window_size": 4}
+    vision = {
+        "embed_dim": [16, 16],
+        "num_heads": [2, 2],
+        "num_groups": [2, 2],
+        "depths": [1, 1],
+        "patch_size": [7, 3],
+        "window_size": 4,
+    }
     vision |= {"patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True], "projection_dim": 32}
     vision |= {"max_temporal_embeddings": 10, "max_position_embeddings": 10}
-    text = {"model_type": "bart", "vocab_size": 200, "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 48}
-    text |= {"decoder_ffn_dim": 48, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
+    text = {
+        "model_type": "bart",
+        "vocab_size": 200,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 48,
+    }
+    text |= {
+        "decoder_ffn_dim": 48,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": 128,
+    }
     text |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     florence = {"vision_config": vision, "text_config": text, "image_token_id": 199}
-    net = {"hidden_size": 32, "depth": 2, "num_heads": 2, "num_domains": 3, "len_soft_prompts": 4, "max_len_seq": 256, "dim_time": 8}
-    window = {"chunk_size": CHUNK, "n_action_steps": CHUNK, "action_mode": "auto", "max_action_dim": 8, "max_state_dim": 8}
+    net = {
+        "hidden_size": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "num_domains": 3,
+        "len_soft_prompts": 4,
+        "max_len_seq": 256,
+        "dim_time": 8,
+    }
+    window = {
+        "chunk_size": CHUNK,
+        "n_action_steps": CHUNK,
+        "action_mode": "auto",
+        "max_action_dim": 8,
+        "max_state_dim": 8,
+    }
     seen = features(size=(64, 64), cameras=(CAMERA, WRIST))
-    return XVLAPolicy(XVLAConfig(device="cpu", florence_config=florence, num_denoising_steps=2, **net, **window, **seen))
+    return XVLAPolicy(
+        XVLAConfig(device="cpu", florence_config=florence, num_denoising_steps=2, **net, **window, **seen)
+    )
 
 
 def xvla_batch(n: int, seed: int) -> Batch:
@@ -56,9 +91,20 @@ def evo1(stage: str) -> nn.Module:
     from lerobot.policies.evo1.configuration_evo1 import Evo1Config
     from lerobot.policies.evo1.modeling_evo1 import Evo1Policy
 
-    vlm = {"vlm_model_name": str(model_folder("internvl-small", _write_internvl)), "vlm_num_layers": 2, "vlm_dtype": "float32"}
+    vlm = {
+        "vlm_model_name": str(model_folder("internvl-small", _write_internvl)),
+        "vlm_num_layers": 2,
+        "vlm_dtype": "float32",
+    }
     vlm |= {"use_flash_attn": False, "image_resolution": (28, 28), "max_views": 1}
-    net = {"embed_dim": 64, "hidden_dim": 64, "state_hidden_dim": 32, "num_heads": 2, "num_layers": 2, "num_inference_timesteps": 2}
+    net = {
+        "embed_dim": 64,
+        "hidden_dim": 64,
+        "state_hidden_dim": 32,
+        "num_heads": 2,
+        "num_layers": 2,
+        "num_inference_timesteps": 2,
+    }
     window = {"chunk_size": CHUNK, "n_action_steps": CHUNK, "max_state_dim": 8, "max_action_dim": 8}
     return Evo1Policy(Evo1Config(device="cpu", training_stage=stage, **vlm, **net, **window, **features(size=(28, 28))))
 
@@ -69,16 +115,30 @@ def _write_internvl(folder: Path) -> None:
     tokenizer = word_tokenizer(context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>")
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision |= {"image_size": [28, 28], "patch_size": [7, 7]}
-    text = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 260}
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "vocab_size": 260,
+    }
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    image = {"image_token_id": tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), "image_seq_length": 4, "downsample_ratio": 0.5}
+    image = {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        "image_seq_length": 4,
+        "downsample_ratio": 0.5,
+    }
     InternVLModel(InternVLConfig(vision_config=vision, text_config=text, **image)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def evo1_batch(n: int, seed: int) -> Batch:
     g = draw(seed)
-    seen = {STATE: torch.randn(n, WIDTH, generator=g), CAMERA: torch.rand(n, 3, 28, 28, generator=g), "task": ["w1 w2 w3"] * n}
+    seen = {
+        STATE: torch.randn(n, WIDTH, generator=g),
+        CAMERA: torch.rand(n, 3, 28, 28, generator=g),
+        "task": ["w1 w2 w3"] * n,
+    }
     return {**seen, **actions(n, CHUNK, g)}
 
 
@@ -96,11 +156,23 @@ def _write_molmoact2(folder: Path) -> None:
     from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2ForConditionalGeneration
 
     heads = {"num_key_value_heads": 2, "head_dim": 16}
-    text = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 200, "additional_vocab_size": 8, "num_hidden_layers": 2}
+    text = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 200,
+        "additional_vocab_size": 8,
+        "num_hidden_layers": 2,
+    }
     text |= {"intermediate_size": 80, "max_position_embeddings": 256, "rope_theta": 10000.0}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision |= {"image_default_input_size": (28, 28), "image_num_pos": 5}
-    adapter = {"vit_layers": (-1,), "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "text_hidden_size": 64}
+    adapter = {
+        "vit_layers": (-1,),
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "text_hidden_size": 64,
+    }
     expert = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "ffn_multiple_of": 16, "timestep_embed_dim": 16}
     names = ("image_patch_id", "image_start_token_id", "image_end_token_id", "image_col_id", "image_low_res_id")
     config = configs.MolmoAct2Config(
@@ -122,13 +194,19 @@ def molmoact2_batch(n: int, seed: int) -> Batch:
     unused = (torch.arange(32) >= WIDTH).expand(n, 32).clone()
     text: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     text["labels"] = ids.masked_fill(torch.arange(10) < 5, -100)
-    return {**text, ACTION: moved, "action_horizon_is_pad": torch.zeros(n, CHUNK, dtype=torch.bool), "action_dim_is_pad": unused}
+    return {
+        **text,
+        ACTION: moved,
+        "action_horizon_is_pad": torch.zeros(n, CHUNK, dtype=torch.bool),
+        "action_dim_is_pad": unused,
+    }
 
 
 _EVO_STUBS = "InternVL of three layers from a local folder"
 
 CASES = [
-    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1),
+    # Unsharded and under autocast, this tiny build's loss is 1.6 % from fp32 too (1.0679 for 1.0854).
+    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1, bf16=0.02),
     Case(
         "evo1_stage1",
         "evo1",

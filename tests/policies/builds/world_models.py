@@ -28,12 +28,32 @@ def fastwam(**options: bool) -> nn.Module:
     module.build_wan_tokenizer = module.load_pretrained_wan_text_encoder = lambda **_: None
     module.load_pretrained_wan_vae = lambda **_: SmallVAE()
     heads = {"num_heads": 2, "attn_head_dim": 16, "num_layers": 2, "freq_dim": 16, "text_dim": 24, "eps": 1e-6}
-    video = {"patch_size": [1, 2, 2], "in_dim": 8, "out_dim": 8, "hidden_dim": 32, "ffn_dim": 48, "seperated_timestep": True, **heads}
+    video = {
+        "patch_size": [1, 2, 2],
+        "in_dim": 8,
+        "out_dim": 8,
+        "hidden_dim": 32,
+        "ffn_dim": 48,
+        "seperated_timestep": True,
+        **heads,
+    }
     video |= {"video_attention_mask_mode": "first_frame_causal", "action_group_causal_mask_mode": "group_diagonal"}
     video |= {"action_conditioned": False, "action_dim": WIDTH}
     action = {"action_dim": WIDTH, "hidden_dim": 16, "ffn_dim": 32, **heads}
-    window = {"action_horizon": 8, "n_action_steps": 8, "num_video_frames": 17, "action_video_freq_ratio": 4, "num_inference_steps": 2}
-    sizes = {"action_dim": WIDTH, "proprio_dim": WIDTH, "image_size": (32, 64), "context_len": CONTEXT, "torch_dtype": "float32"}
+    window = {
+        "action_horizon": 8,
+        "n_action_steps": 8,
+        "num_video_frames": 17,
+        "action_video_freq_ratio": 4,
+        "num_inference_steps": 2,
+    }
+    sizes = {
+        "action_dim": WIDTH,
+        "proprio_dim": WIDTH,
+        "image_size": (32, 64),
+        "context_len": CONTEXT,
+        "torch_dtype": "float32",
+    }
     config = FastWAMConfig(
         device="cpu",
         base_model_id=None,
@@ -50,7 +70,10 @@ def fastwam(**options: bool) -> nn.Module:
 
 def fastwam_batch(n: int, seed: int) -> Batch:
     g = draw(seed)
-    context = {"context": torch.randn(n, CONTEXT, 24, generator=g), "context_mask": torch.ones(n, CONTEXT, dtype=torch.bool)}
+    context = {
+        "context": torch.randn(n, CONTEXT, 24, generator=g),
+        "context_mask": torch.ones(n, CONTEXT, dtype=torch.bool),
+    }
     seen = {CAMERA: torch.rand(n, 5, 3, 32, 64, generator=g), STATE: torch.randn(n, WIDTH, generator=g)}
     return {**seen, **context, ACTION: torch.randn(n, 8, WIDTH, generator=g), PAD: torch.zeros(n, 8, dtype=torch.bool)}
 
@@ -73,10 +96,17 @@ def lingbot_va() -> nn.Module:
 
     utils.FlexAttnFunc.forward = attend
     utils.FlexAttnFunc.init_mask = staticmethod(lambda *_, **__: None)
-    net = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "ffn_dim": 48, "freq_dim": 16, "text_dim": 24}
+    net = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "num_layers": 2,
+        "ffn_dim": 48,
+        "freq_dim": 16,
+        "text_dim": 24,
+    }
     sizes = {"in_channels": 8, "out_channels": 8, "action_dim": 8, "action_per_frame": 2, "frame_chunk_size": 2}
     sizes |= {"used_action_channel_ids": list(range(WIDTH)), "obs_cam_keys": [CAMERA], "attn_mode": "flex"}
-    policy = LingBotVAPolicy(LingBotVAConfig(device="cpu", dtype="float32", **net, **sizes, **features()))
+    policy = LingBotVAPolicy(LingBotVAConfig(device="cpu", **net, **sizes, **features()))
     policy._frozen = {"vae": None}
     policy._build_training_streams = lambda batch: (
         *(batch[key].to(policy.dtype) for key in ("latents", "moves")),
@@ -128,6 +158,10 @@ CASES = [
         units=2,
         dtensors=83,
         reload=False,
+        precision="bf16",
+        # One bf16 ulp of a gradient near zero turns AdamW's step around.
+        tolerance=2.5e-3,
+        bf16=None,
         stubbed="flex attention, VAE and UMT5",
     ),
 ]
