@@ -26,6 +26,8 @@ from lerobot_parallel.config.runtime import AcceleratorConfig
 from lerobot_parallel.engine.weights import broadcast_buffers, distribute_weights, materialize, take_weights
 from lerobot_parallel.plans.plan import ResolvedPlan, Unit
 
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
 
 @dataclass(frozen=True)
 class ShardReport:
@@ -79,7 +81,7 @@ def shard_policy(
     Raises:
         ConfigError: `fsdp.ignored_modules` matches no module.
     """
-    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision)
+    compute_dtypes = _compute_dtypes(policy, runtime.mixed_precision, device)
     weights = take_weights(policy)
     upcast_trainable(policy)
     ignored = ignored_parameters(policy, runtime.fsdp.ignored_modules)
@@ -103,18 +105,22 @@ def upcast_trainable(policy: nn.Module) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def _compute_dtypes(policy: nn.Module, precision: str) -> dict[str, torch.dtype]:
+def _compute_dtypes(policy: nn.Module, precision: str, device: torch.device) -> dict[str, torch.dtype]:
     """The dtype in which each parameter computes, by FQN; asked before trainable parameters are upcast.
 
     Without mixed precision that is the dtype it is kept in, fp32 for trainable ones, which is also what code
     that reads `weight.dtype` sees. With bf16 it is bf16, but for the fp32 parameters of a policy that has
-    narrower ones too: that policy keeps them in fp32 on purpose.
+    narrower ones too: that policy keeps them in fp32 on purpose. On a CPU torch's own norms are fp32 too: they
+    take no fp32 input beside bf16 weights there, and autocast, which upcasts them on a GPU, passes them by.
     """
     floating = {n: p for n, p in policy.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     if precision == "no":
         return {name: torch.float32 if p.requires_grad else p.dtype for name, p in floating.items()}
     mixed = any(p.dtype.itemsize < 4 for p in floating.values())
-    return {n: torch.float32 if mixed and p.dtype.itemsize >= 4 else torch.bfloat16 for n, p in floating.items()}
+    norms = [m for m in policy.modules() if isinstance(m, _NORMS)] if device.type == "cpu" else []
+    on_purpose = {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+    on_purpose |= {id(p) for p in floating.values() if mixed and p.dtype.itemsize >= 4}
+    return {name: torch.float32 if id(p) in on_purpose else torch.bfloat16 for name, p in floating.items()}
 
 
 def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:

@@ -16,16 +16,16 @@ from lerobot_parallel.training.data import to_float_images
 def held_out_loss(run: Run) -> float:
     """Mean loss over the held-out batches, then over the ranks, the same value everywhere. Collective."""
     run.policy.eval()
-    total = torch.zeros((), device=run.accelerator.device)
-    batches = 0
+    losses: list[torch.Tensor] = []
     with torch.no_grad(), run.accelerator.autocast():
         for batch in run.eval_loader:
             loss, _ = run.policy(run.preprocessor(to_float_images(batch, run.dataset.meta.camera_keys)))
-            total += loss
-            batches += 1
+            losses.append(loss)
     reshard(run.policy)
     run.policy.train()
-    return run.accelerator.reduce(total / max(batches, 1), reduction="mean").item()
+    # Summed in double precision, as the host does.
+    mean = sum(torch.stack(losses).float().tolist()) / len(losses) if losses else 0.0
+    return run.accelerator.reduce(torch.tensor(mean, device=run.accelerator.device), reduction="mean").item()
 
 
 def evaluate_in_environment(run: Run) -> None:
