@@ -1,6 +1,7 @@
 """Building a policy without its weights, and giving every rank its part of rank 0's."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,11 @@ def empty_parameters() -> Iterator[None]:
     Peak host memory is that of one parameter. Ties survive: a parameter already on meta is registered as it
     is. Conversions (`.to(dtype)`, `.half()`) change the dtype, moves leave meta alone. A constructor may run a
     forward of its own to learn a shape; what it computes from a parameter is on meta too.
+
+    Raises:
+        RuntimeError: a buffer would get values that depend on parameters.
     """
-    register, apply = nn.Module.register_parameter, nn.Module._apply
+    register, register_buffer, apply = nn.Module.register_parameter, nn.Module.register_buffer, nn.Module._apply
     twins: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -33,6 +37,11 @@ def empty_parameters() -> Iterator[None]:
             twins[id(param)] = known = (weakref.ref(param), _meta_twin(param))
         module._parameters[name] = known[1]
 
+    def register_real(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        if tensor is not None and tensor.is_meta:
+            raise RuntimeError(f"the values of the buffer {name} depend on parameters")
+        register_buffer(module, name, tensor, persistent)
+
     def apply_empty(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
         def keep_meta(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_meta:
@@ -41,28 +50,31 @@ def empty_parameters() -> Iterator[None]:
 
         return apply(module, keep_meta, recurse)
 
-    nn.Module.register_parameter, nn.Module._apply = register_empty, apply_empty
+    nn.Module.register_parameter, nn.Module.register_buffer, nn.Module._apply = register_empty, register_real, apply_empty
     try:
         with _MetaWins():
             yield
     finally:
-        nn.Module.register_parameter, nn.Module._apply = register, apply
+        nn.Module.register_parameter, nn.Module.register_buffer, nn.Module._apply = register, register_buffer, apply
 
 
 class _MetaWins(TorchFunctionMode):
-    """Where tensors on meta meet others, the others join them. Writing into one that holds data stays an error."""
+    """Where tensors on meta meet others, the others join them. Writing into one that holds data is an error: torch
+    itself leaves some of them as they were."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         on_meta = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        if len(on_meta) == 2 and not _writes_data(func, args, kwargs):
+        if len(on_meta) == 2:
+            if _writes_data(func, args, kwargs):
+                raise RuntimeError("a tensor that holds data would get values that depend on parameters")
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _writes_data(func: Callable, args: tuple, kwargs: dict) -> bool:
     name = getattr(func, "__name__", "")
-    in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
     return kwargs.get("out") is not None or (in_place and isinstance(args[0], torch.Tensor) and not args[0].is_meta)
 
 
@@ -99,8 +111,23 @@ def materialize(policy: nn.Module, device: torch.device, *, offload: bool) -> No
         home = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=home)
 
+    ties = _plain_ties(policy)
     with torch.no_grad():
         policy._apply(allocate)
+    # A parameter that leaves meta becomes another object in every place; `fully_shard` ties those it owns itself.
+    for (owner, own_name), *others in ties:
+        for module, name in others:
+            module._parameters[name] = owner._parameters[own_name]
+
+
+def _plain_ties(policy: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each parameter that stands in several places is, by module and name; sharded ones left out."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in policy.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not isinstance(param, DTensor):
+                places[id(param)].append((module, name))
+    return [owners for owners in places.values() if len(owners) > 1]
 
 
 def distribute_weights(policy: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -29,6 +29,7 @@ from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.accelerator import build_accelerator
 from lerobot_parallel.engine.gradients import AccumulationWindow
+from lerobot_parallel.engine.optimizer import step_on_local_parts
 from lerobot_parallel.engine.ranks import broadcast_from_main, raised_together, seed_rank
 from lerobot_parallel.engine.sharding import ShardReport, shard_policy
 from lerobot_parallel.engine.topology import build_mesh
@@ -151,6 +152,8 @@ def _assemble_state(
         raise ConfigError(
             "--optimizer.type", cfg.optimizer.type, "builds several optimizers, the loop drives one", "use a single one"
         )
+    if degrees.sharded:
+        step_on_local_parts(optimizer)
     if checkpoint is not None:
         given = given_to_optimizer(sys.argv[1:])
         load_optimizer(policy, optimizer, checkpoint, given=given)

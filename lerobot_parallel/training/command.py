@@ -32,7 +32,7 @@ from lerobot_parallel.plans.registry import check_plan_exists
 from lerobot_parallel.training.arguments import apply_given_preset, settle_checkpoint
 from lerobot_parallel.training.assemble import assemble
 from lerobot_parallel.training.loop import train_loop
-from lerobot_parallel.training.preflight import check_names
+from lerobot_parallel.training.preflight import check_files, check_names
 from lerobot_parallel.training.publish import publish_trained_model
 from lerobot_parallel.training.start_log import log_start
 
@@ -168,6 +168,7 @@ def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
     cfg.checkpoint_path = Path(cfg.checkpoint_path).resolve()
     checkpoint = Checkpoint(cfg.checkpoint_path)
     progress = check_resumable(checkpoint)
+    check_files(checkpoint, processors=not cfg.is_reward_model_training)
     cfg.trainable_config.pretrained_path = (
         checkpoint.pretrained if cfg.policy is not None and not cfg.is_reward_model_training else str(checkpoint.pretrained)
     )

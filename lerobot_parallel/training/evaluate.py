@@ -19,16 +19,16 @@ def held_out_loss(run: Run) -> float:
     if run.degrees.sharded:
         agree_on_buffers(run.policy)
     run.policy.eval()
-    total = torch.zeros((), device=run.accelerator.device)
-    batches = 0
+    losses: list[torch.Tensor] = []
     with torch.no_grad(), run.accelerator.autocast():
         for batch in run.eval_loader:
             loss, _ = run.policy(run.preprocessor(to_float_images(batch, run.dataset.meta.camera_keys)))
-            total += loss
-            batches += 1
+            losses.append(loss)
     reshard(run.policy)
     run.policy.train()
-    return run.accelerator.reduce(total / max(batches, 1), reduction="mean").item()
+    # Summed in double precision, as the host does.
+    mean = sum(torch.stack(losses).float().tolist()) / len(losses) if losses else 0.0
+    return run.accelerator.reduce(torch.tensor(mean, device=run.accelerator.device), reduction="mean").item()
 
 
 def evaluate_in_environment(run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -102,9 +103,26 @@ def train(args: list[str], engine: str, cwd: Path, setup: Setup | None = None, *
 def _train(module: str, args: list[str], cwd: Path, setup: Setup | None) -> Any:
     os.chdir(cwd)
     sys.argv = ["lerobot-train", *args]
+    if module == HOST:
+        _outlive_ddp()
     collect = setup() if setup is not None else None
     importlib.import_module(module).train()
     return collect() if collect is not None else None
+
+
+def _outlive_ddp() -> None:
+    """Keeps the process group until the rank exits.
+
+    Where DDP is the last to let go of a gloo group, it waits, holding Python's lock, for a worker that may want
+    that lock: of the host's DDP runs one in fifteen never ends.
+    """
+    destroy, kept = dist.destroy_process_group, []
+
+    def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+        kept.append(dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = keep_and_destroy
 
 
 def log_lines(result: RankResult) -> list[dict[str, str]]:

@@ -92,9 +92,9 @@ def test_rollouts_are_the_hosts(small_dataset: Path, tmp_path: Path):
     expected, got = ({k: v for k, v in side.value.items() if "eval/" in k[1] and "eval_s" not in k[1]} for side in (host, ours))
     assert got == expected
     assert got[2, "eval/avg_sum_reward"] < 0 and got[2, "eval/pc_success"] == 100
-    assert got[2, "eval/video"] == "out/eval/videos_step_000002/eval_episode_0.mp4"
+    assert got[2, "eval/video"] == "out/eval/videos_step_000002/toy_reach_0/eval_episode_0.mp4"
     videos = sorted(path.relative_to(tmp_path / "ours/out/eval") for path in (tmp_path / "ours/out/eval").rglob("*.mp4"))
-    assert [str(path) for path in videos] == [f"videos_step_00000{s}/eval_episode_{e}.mp4" for s in (2, 4) for e in (0, 1)]
+    assert [str(path) for path in videos] == [f"videos_step_00000{s}/toy_reach_0/eval_episode_{e}.mp4" for s in (2, 4) for e in (0, 1)]
     assert weights_file(tmp_path / "ours").read_bytes() == weights_file(tmp_path / "host").read_bytes()
 
 
