@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lerobot_parallel.checkpoint import layout
+from lerobot_parallel.checkpoint.manifest import amend
 from lerobot_parallel.checkpoint.safe_read import (
     CheckpointError,
     bytes_entries,
@@ -105,6 +106,8 @@ def convert(
         _write_directory(plan, checkpoint, output, verify, progress)
     if delete_dcp:
         _delete(checkpoint.model_shards)
+    if output is None:
+        amend(checkpoint, [checkpoint.model_file, checkpoint.model_shards])
     return ConvertResult(
         path=checkpoint.model_file if output is None else output / layout.MODEL_FILE,
         tensors=len(plan.keys),
