@@ -14,7 +14,7 @@ from tests.support.datasets import make_dataset
 from tests.support.tracing import inspected_run, traced_training
 from tests.support.world import run_world
 
-TOY = ["--policy.type=toy_nasty", "--policy.optimizer_lr=1e-2"]
+TOY = ["--policy.type=toy_nasty", "--policy.optimizer_lr=1e-2", "--accelerator.fsdp.wrap_modules=[ToyBlock]"]
 
 
 @pytest.fixture(scope="module")
