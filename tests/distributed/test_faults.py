@@ -76,10 +76,10 @@ def _check_all(folders: list[Path], ranks: int) -> list[str]:
 
 
 KILLS = {
-    "one process": (1, None, 80, {}),
-    "both of two ranks": (2, None, 20, {}),
-    "one of two ranks": (2, 1, 10, {}),
-    "both of two ranks, saving in the background": (2, None, 8, {"async_save": True}),
+    "one process": (1, None, 70, {}),
+    "both of two ranks": (2, None, 16, {}),
+    "one of two ranks": (2, 1, 8, {}),
+    "both of two ranks, saving in the background": (2, None, 6, {"async_save": True}),
 }
 
 
