@@ -73,8 +73,14 @@ class HashingFileSystem(FileSystem):
             return
         with super().create_stream(path, mode) as stream:
             hashing = _HashingStream(stream)
-            yield hashing
-            hashing.close()
+            try:
+                yield hashing
+                hashing.close()
+            except Exception:
+                # torch's own writer says "failed writing" of whatever went wrong here.
+                if hashing.error is not None:
+                    raise hashing.error from None
+                raise
         self.written[Path(path)] = hashing.entry()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -85,6 +91,7 @@ class HashingFileSystem(FileSystem):
 
 class _HashingStream(io.RawIOBase):
     def __init__(self, stream: io.IOBase) -> None:
+        self.error: OSError | None = None
         self._stream = stream
         self._hasher = xxhash.xxh3_64()
         self._size = 0
@@ -96,7 +103,11 @@ class _HashingStream(io.RawIOBase):
         self._hasher.update(data)
         view = memoryview(data).cast("B")
         self._size += len(view)
-        self._stream.write(view)
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         return len(view)
 
     def tell(self) -> int:

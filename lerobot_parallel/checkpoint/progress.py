@@ -82,7 +82,9 @@ class Progress(BaseModel):
             raise CheckpointError(path, f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from None
 
 
-def progress(step: int, degrees: Degrees, *, batch_size: int, grad_accum_steps: int, position: DataPosition | None) -> Progress:
+def progress(
+    step: int, degrees: Degrees, *, batch_size: int, grad_accum_steps: int, position: DataPosition | None
+) -> Progress:
     """What a checkpoint at `step` says of itself; `batch_size` is one rank's micro-batch."""
     return Progress(
         step=step,

@@ -22,11 +22,11 @@ from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.state import (
     canonical_fqn,
-    room_for,
     local_part,
     local_rows,
     model_state,
     parameter_names,
+    room_for,
     tied_names,
 )
 from lerobot_parallel.config.errors import ConfigError
@@ -218,7 +218,9 @@ def _room(param: nn.Parameter, field: str, metadata: Metadata, key: str, directo
     if entry is None:
         return None
     if entry.size not in (param.shape, torch.Size([])) and len(entry.size) == param.dim():
-        raise CheckpointError(str(directory), f"{key} has shape {tuple(entry.size)}, the parameter's is {tuple(param.shape)}")
+        raise CheckpointError(
+            str(directory), f"{key} has shape {tuple(entry.size)}, the parameter's is {tuple(param.shape)}"
+        )
     return room_for(param, field, entry.size, entry.properties.dtype)
 
 
@@ -254,7 +256,10 @@ def _load_optimizer_file(
 
 
 def _named_groups(
-    groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], checkpoint: Checkpoint
+    groups: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    named: dict[str, nn.Parameter],
+    checkpoint: Checkpoint,
 ) -> list[dict[str, Any]]:
     """Groups with FQNs for the numbers that the host gives to parameters, in the order of the run that saved them.
 
@@ -280,7 +285,9 @@ def _named_groups(
 
 def _sharded_like(full: torch.Tensor, param: nn.Parameter, field: str, where: object) -> torch.Tensor:
     if full.dim() == param.dim() and full.shape != param.shape and full.numel() > 1:
-        raise CheckpointError(str(where), f"{field} has shape {tuple(full.shape)}, its parameter's is {tuple(param.shape)}")
+        raise CheckpointError(
+            str(where), f"{field} has shape {tuple(full.shape)}, its parameter's is {tuple(param.shape)}"
+        )
     room = room_for(param, field, full.shape, full.dtype)
     if isinstance(room, DTensor):
         room.to_local().copy_(local_part(full, param))
@@ -313,9 +320,15 @@ def _restore(
 
 def _list_changes(unfrozen: list[str], frozen: list[str]) -> None:
     if unfrozen:
-        logging.warning("%d parameters did not train before and start without optimizer state: %s", len(unfrozen), ", ".join(unfrozen))
+        logging.warning(
+            "%d parameters did not train before and start without optimizer state: %s",
+            len(unfrozen),
+            ", ".join(unfrozen),
+        )
     if frozen:
-        logging.warning("%d parameters do not train any more, their optimizer state is left: %s", len(frozen), ", ".join(frozen))
+        logging.warning(
+            "%d parameters do not train any more, their optimizer state is left: %s", len(frozen), ", ".join(frozen)
+        )
 
 
 def _as_in(current: Any, value: Any) -> Any:
@@ -323,9 +336,7 @@ def _as_in(current: Any, value: Any) -> Any:
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
-def load_scheduler(
-    scheduler: LRScheduler | None, checkpoint: Checkpoint, *, given: Collection[str] = ()
-) -> None:
+def load_scheduler(scheduler: LRScheduler | None, checkpoint: Checkpoint, *, given: Collection[str] = ()) -> None:
     """Restore the scheduler; one that the saved run did not have starts where it stands.
 
     With `lr` in `given`, the learning rates that the optimizer was built with stay the base of the schedule.

@@ -26,7 +26,14 @@ from lerobot_parallel.checkpoint.rng import save_rng
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.snapshot import Copier, RunState, Snapshot, count_model, count_optimizer, take
 from lerobot_parallel.checkpoint.state import parameter_names, tied_names
-from lerobot_parallel.engine.ranks import OtherRankError, broadcast_from_main, is_main, raised_together, rank, true_anywhere
+from lerobot_parallel.engine.ranks import (
+    OtherRankError,
+    broadcast_from_main,
+    is_main,
+    raised_together,
+    rank,
+    true_anywhere,
+)
 
 # Configs, processors, headers and the manifest; the state itself is counted.
 _SMALL_FILES_BYTES = 16 << 20
@@ -79,8 +86,8 @@ class Saver:
         Raises:
             SaveError: on every rank.
         """
-        self.wait()
         began = time.perf_counter()
+        self.wait()
         job = self._prepare(progress)
         self._job = job
         if self._asynchronous:
@@ -169,14 +176,17 @@ def _make_room(run: RunState, staging: Checkpoint) -> None:
     """Rank 0: no leftovers, enough space, and empty directories to write into."""
     staging.path.parent.mkdir(parents=True, exist_ok=True)
     commit.sweep(staging.path.parent)
-    model, optimizer = count_model(run.policy).bytes, count_optimizer(run.optimizer).bytes
+    # Adapters are a small part of the model, and the only one that is written.
+    model = 0 if run.cfg.peft is not None else count_model(run.policy).bytes
+    optimizer = count_optimizer(run.optimizer).bytes
     copies = len(run.cfg.checkpoint_format.split("_")) if run.sharded else 1
     needed = copies * model + optimizer + _SMALL_FILES_BYTES
     free = shutil.disk_usage(staging.path.parent).free
     if free < needed:
         raise CheckpointError(
-            staging.path.parent, f"has {free / 1e6:.0f} MB free, a checkpoint takes about {needed / 1e6:.0f} MB: free some, "
-            "or let --checkpoint.keep_last remove old checkpoints"
+            staging.path.parent,
+            f"has {free / 1e6:.0f} MB free, a checkpoint takes about {needed / 1e6:.0f} MB: free some, "
+            "or let --checkpoint.keep_last remove old checkpoints",
         )
     staging.pretrained.mkdir(parents=True)
     staging.training_state.mkdir()

@@ -46,7 +46,9 @@ def resolve(path: Path, *, checksums: bool, say: Say) -> Checkpoint:
         return checkpoint
     found = newest_good(checkpoints, checksums=checksums, say=say)
     if found is None:
-        raise ConfigError("--config_path", path, "there is no good checkpoint", "start the run again, or name another run's")
+        raise ConfigError(
+            "--config_path", path, "there is no good checkpoint", "start the run again, or name another run's"
+        )
     return found
 
 

@@ -62,7 +62,7 @@ def take(run: RunState) -> Snapshot:
     if not run.sharded:
         if not is_main():
             return Snapshot()
-        model = None if run.host_writes_model else model_state(run.policy)
+        model = None if run.host_writes_model else _without_aliases(run.policy)
         return Snapshot(model_file=model, optimizer_file=run.optimizer.state_dict())
     agree_on_buffers(run.policy)
     formats = run.cfg.checkpoint_format
@@ -72,6 +72,15 @@ def take(run: RunState) -> Snapshot:
         optimizer_shards={OPTIMIZER_KEY: optimizer_state(run.policy, run.optimizer)},
         model_file=whole if is_main() else None,
     )
+
+
+def _without_aliases(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state with tied weights under one name, the one that the safetensors library would keep.
+
+    It would note the others in its metadata, in an order of its own at each call.
+    """
+    aliases = {name for names in tied_names(policy) for name in sorted(names)[1:]}
+    return {name: tensor for name, tensor in model_state(policy).items() if name not in aliases}
 
 
 class Copier:
@@ -117,8 +126,7 @@ class Copier:
 
 def count_model(policy: nn.Module) -> TensorCount:
     """Distinct tensors of the model's state: a tied weight counts once."""
-    aliases = {name for names in tied_names(policy) for name in sorted(names)[1:]}
-    return _count([tensor for name, tensor in model_state(policy).items() if name not in aliases])
+    return _count(list(_without_aliases(policy).values()))
 
 
 def count_optimizer(optimizer: torch.optim.Optimizer) -> TensorCount:

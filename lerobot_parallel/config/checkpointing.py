@@ -28,4 +28,6 @@ def check_checkpointing(config: CheckpointConfig) -> None:
         ConfigError: names the flag, the value and the way out.
     """
     if config.keep_last is not None and config.keep_last < 1:
-        raise ConfigError("--checkpoint.keep_last", config.keep_last, "would keep no checkpoint", "use 1 or more, or null for all")
+        raise ConfigError(
+            "--checkpoint.keep_last", config.keep_last, "would keep no checkpoint", "use 1 or more, or null for all"
+        )

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from torch.distributed.rendezvous import rendezvous
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
@@ -80,6 +82,19 @@ def _init_process_group(degrees: Degrees, device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank_from_env())))
         # Host tensors (offloaded shards, agreement between ranks) travel over gloo.
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl", **_fresh_store())
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_fresh_store())
+
+
+def _fresh_store() -> dict[str, Any]:
+    """After a restart by torchrun, a corner of its store of our own.
+
+    torchrun keeps one store over its restarts (torch 2.11; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is its switch), and
+    in it the addresses of the workers that died: gloo would try to connect to those.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}

@@ -60,7 +60,9 @@ def _resuming(argv: list[str], checkpoint: Checkpoint) -> list[str]:
 def _auto_directory(argv: list[str], stated: dict[str, Any]) -> Path:
     output_dir = parse_arg("output_dir", argv) or stated.get("output_dir")
     if not output_dir:
-        raise ConfigError(f"--{_AUTO_RESUME}", True, "needs a directory that is the same at every start", "give --output_dir")
+        raise ConfigError(
+            f"--{_AUTO_RESUME}", True, "needs a directory that is the same at every start", "give --output_dir"
+        )
     return checkpoints_dir(Path(output_dir))
 
 

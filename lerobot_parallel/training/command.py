@@ -109,7 +109,9 @@ def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Pr
     logging.info("End of training" if finished else f"Stopped at step {run.step} of {cfg.steps}, as asked by a signal")
     if finished and getattr(cfg.trainable_config, "push_to_hub", False):
         peft_model = run.module if cfg.policy is not None and cfg.policy.use_peft else None
-        publish_trained_model(cfg, run.module, run.preprocessor, run.postprocessor, run.dataset.meta, peft_model=peft_model)
+        publish_trained_model(
+            cfg, run.module, run.preprocessor, run.postprocessor, run.dataset.meta, peft_model=peft_model
+        )
     run.accelerator.wait_for_everyone()
     run.accelerator.end_training()
 
@@ -170,7 +172,9 @@ def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
     progress = check_resumable(checkpoint)
     check_files(checkpoint, processors=not cfg.is_reward_model_training)
     cfg.trainable_config.pretrained_path = (
-        checkpoint.pretrained if cfg.policy is not None and not cfg.is_reward_model_training else str(checkpoint.pretrained)
+        checkpoint.pretrained
+        if cfg.policy is not None and not cfg.is_reward_model_training
+        else str(checkpoint.pretrained)
     )
     return progress
 

@@ -182,7 +182,9 @@ def _upload(run: Run, directory: Path) -> None:
 @contextmanager
 def _progress_bar(run: Run) -> Iterator[tqdm]:
     hidden = inside_slurm() or not run.accelerator.is_main_process
-    with tqdm(total=run.cfg.steps - run.step, desc="Training", unit="step", disable=hidden, position=0, leave=True) as bar:
+    with tqdm(
+        total=run.cfg.steps - run.step, desc="Training", unit="step", disable=hidden, position=0, leave=True
+    ) as bar:
         yield bar
 
 
