@@ -52,12 +52,12 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_the_host(args: list[
 def test_commands_and_version() -> None:
     assert run("--version").stdout == f"lerobot-parallel, version {lerobot_parallel.__version__}\n"
     help_text = run("--help").stdout
-    assert [line.split()[0] for line in help_text.split("Commands:\n")[1].splitlines()] == ["convert", "demo"]
+    assert [line.split()[0] for line in help_text.split("Commands:\n")[1].splitlines()] == ["convert", "demo", "plans"]
 
 
 def test_options_are_the_ones_decided_on() -> None:
     """Adding one is a decision."""
-    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "demo")}
+    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "demo", "plans")}
     assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
         "convert": ["checkpoint", "--output", "--delete-dcp", "--verify", "--json"],
         "demo": ["--dir", "--json"],
