@@ -61,6 +61,7 @@ def test_options_are_the_ones_decided_on() -> None:
     assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
         "convert": ["checkpoint", "--output", "--delete-dcp", "--verify", "--json"],
         "demo": ["--dir", "--json"],
+        "plans": ["policy", "--config", "--dp-shard", "--json"],
     }
 
 
