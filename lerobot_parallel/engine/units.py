@@ -79,13 +79,15 @@ def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def _statistics_stay(norms: list[_BatchNorm]) -> Iterator[None]:
+    before = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum, batches in before:
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(batches)
 
 
 def _with_fresh_cache(forward: Callable, cache: object) -> Callable:

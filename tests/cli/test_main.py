@@ -61,6 +61,7 @@ def test_commands_and_version() -> None:
         "inspect",
         "doctor",
         "demo",
+        "plans",
     ]
 
 
@@ -71,7 +72,7 @@ def test_importing_the_package_imports_neither_torch_nor_the_host() -> None:
 
 def test_options_are_the_ones_decided_on() -> None:
     """Adding one is a decision."""
-    commands = {name: main.get_command(click.Context(main), name) for name in ("convert", "inspect", "doctor", "demo")}
+    commands = {name: main.get_command(click.Context(main), name) for name in main.list_commands(click.Context(main))}
     assert {name: [p.opts[0] for p in command.params] for name, command in commands.items()} == {
         "convert": [
             *("checkpoint", "--output", "--dtype", "--max-shard-size", "--delete-dcp", "--verify", "--jobs", "--to"),
@@ -80,6 +81,7 @@ def test_options_are_the_ones_decided_on() -> None:
         "inspect": ["checkpoint", "--tensors", "--verify", "--json"],
         "doctor": ["--dir", "--json"],
         "demo": ["--dir", "--json"],
+        "plans": ["policy", "--config", "--dp-shard", "--json"],
     }
 
 

@@ -227,7 +227,3 @@ def test_built_in_plans_find_their_units(policy_type: str):
 def test_without_a_camera_the_backbone_is_skipped():
     plan = registry.resolve(build("act", camera=False), "act", FSDPConfig())
     assert Counter(type(unit.modules[0]).__name__ for unit in plan.units) == {"ACTEncoderLayer": 5, "ACTDecoderLayer": 1}
-
-
-def test_every_built_in_plan_is_for_a_policy_of_the_host():
-    assert set(BUILTIN_PLANS) <= set(PreTrainedConfig.get_known_choices())

@@ -4,6 +4,7 @@ python -m pytest tests/policies          # records
 python -m tests.policies.matrix          # writes the table into README.md
 """
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,12 @@ RECORD = "RECORD_MATRIX"
 
 def record(case: Case, column: str) -> None:
     """A test of this case passed up to here. Where nothing is recorded, it is compared with what is there."""
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may record at once
+        _record(case, column)
+
+
+def _record(case: Case, column: str) -> None:
     records = read()
     entry = records.setdefault(case.policy, {"stubbed": case.stubbed, "passed": {}})
     passed = entry["passed"].setdefault(column, [])
