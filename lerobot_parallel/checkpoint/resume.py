@@ -50,15 +50,17 @@ def check_resumable(checkpoint: Checkpoint) -> Progress:
 
 
 def _check_weights(checkpoint: Checkpoint, checkpoint_format: str) -> None:
-    """Weights in another format than the config says will do: `convert` may have been told to delete the shards."""
+    """What the config says is there, or what `convert` left on purpose: the manifest knows which shards it deleted."""
     expected = {"safetensors": checkpoint.model_file, "dcp": checkpoint.model_shards / SHARD_METADATA}
     missing = [kind for kind in checkpoint_format.split("_") if kind in expected and not expected[kind].is_file()]
     if not missing or _is_adapter(checkpoint):
         return
     path = expected[missing[0]].relative_to(checkpoint.path)
+    manifest = Manifest.read(checkpoint)
+    on_purpose = manifest is not None and path.as_posix() not in manifest.files
     said = f"lacks {path}, which its config (checkpoint_format={checkpoint_format}) says it has"
     others = [path.relative_to(checkpoint.path) for path in expected.values() if path.is_file()]
-    if not others:
+    if not others or not on_purpose:
         _refuse(checkpoint, said)
     if rank_from_env() == 0:
         logging.warning("%s %s; resuming from %s", checkpoint.path, said, others[0])
