@@ -124,7 +124,8 @@ def _assemble_state(
     The optimizer is built on the sharded parameters; one built before would go on updating the unsharded ones.
     """
     # The host loads adapters and reward models itself; policies are filled from the checkpoint, shard by shard.
-    weights_follow = checkpoint is not None and cfg.peft is None and not cfg.is_reward_model_training
+    loaded_by_host = cfg.is_reward_model_training or cfg.peft is not None or cfg.policy.use_peft
+    weights_follow = checkpoint is not None and not loaded_by_host
     logging.info("Creating policy")
     policy = build_policy(
         cfg, ds_meta, sharded=degrees.sharded, weights_follow=weights_follow, is_main=accelerator.is_main_process
