@@ -133,7 +133,8 @@ def _assemble_state(
     The optimizer is built on the sharded parameters; one built before would go on updating the unsharded ones.
     """
     # The host loads adapters itself; policies and reward models are filled from the checkpoint, shard by shard.
-    weights_follow = checkpoint is not None and cfg.peft is None
+    adapted = cfg.peft is not None or getattr(cfg.policy, "use_peft", False)
+    weights_follow = checkpoint is not None and not adapted
     logging.info("Creating policy")
     policy = build_policy(
         cfg, ds_meta, sharded=degrees.sharded, weights_follow=weights_follow, is_main=accelerator.is_main_process

@@ -92,14 +92,16 @@ def _build_reward_model(cfg: ParallelTrainPipelineConfig, ds_meta: Any) -> nn.Mo
 
 
 def make_processors(cfg: ParallelTrainPipelineConfig, policy: nn.Module, ds_meta: Any, device: torch.device) -> tuple[Any, Any]:
-    """Pre- and postprocessor: the checkpoint's statistics on resume, the dataset's otherwise."""
-    active = cfg.trainable_config
+    """Pre- and postprocessor: the checkpoint's statistics on resume, the dataset's otherwise.
+
+    The host never reads a saved processor of a reward model. Its own loop resumes one without any statistics.
+    """
+    if cfg.is_reward_model_training:
+        return make_reward_pre_post_processors(cfg.reward_model, dataset_stats=ds_meta.stats, dataset_meta=ds_meta)
+    active = cfg.policy
     kwargs: dict[str, Any] = {}
     if not (active.pretrained_path and cfg.resume):
         kwargs["dataset_stats"] = ds_meta.stats
-    if cfg.is_reward_model_training:
-        # Always made afresh, never read from a checkpoint: without the statistics a resumed run would not normalise.
-        return make_reward_pre_post_processors(cfg.reward_model, dataset_meta=ds_meta, dataset_stats=ds_meta.stats)
     if active.pretrained_path is not None:
         kwargs.update(_processor_overrides(cfg, policy.config, ds_meta, device))
     return make_pre_post_processors(

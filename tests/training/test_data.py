@@ -132,7 +132,6 @@ def test_the_end_of_an_epoch_means_the_next_one():
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (3, 2)), ((4, 1), (1, 4)), ((3, 2), (2, 4))])
 def test_another_topology_goes_on_at_the_next_sample(before: tuple[int, int], after: tuple[int, int]):
     size = 17
-    epochs = [list(EpisodeAwareSampler([0], [size], shuffle=True, seed=3))]
     sampler = frames(size)
     epochs = [list(sampler) for _ in range(4)]
     first = order(size, before[0] * before[1])
