@@ -31,9 +31,9 @@ def model_state(policy: nn.Module) -> dict[str, torch.Tensor]:
 def gather_model_state(policy: nn.Module) -> dict[str, torch.Tensor]:
     """The full state of a sharded policy in host memory of rank 0, an empty dict elsewhere. Collective.
 
-    Tensors are copies and own exactly their bytes (a gathered tensor whose first dim does not divide is a view into padded
-    storage, which safetensors writers refuse), and a tied parameter stands under one name only, the one that
-    the safetensors library would keep.
+    Tensors are copies and own exactly their bytes (a gathered tensor whose first dim does not divide is a view
+    into padded storage, which safetensors writers refuse), and a tied parameter stands under one name only, the
+    one that the safetensors library would keep.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(policy, options=options)
@@ -78,7 +78,8 @@ def optimizer_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     names = {id(param): name for name, param in named}
     state = {name: dict(optimizer.state[param]) for name, param in named if optimizer.state.get(param)}
     groups = [
-        {key: value for key, value in group.items() if key != "params"} | {"params": [names[id(p)] for p in group["params"]]}
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}

@@ -127,10 +127,6 @@ def apply_given_preset(cfg: ParallelTrainPipelineConfig, argv: list[str]) -> Non
     for entry in asked:
         if entry and hasattr(preset, entry) and hasattr(cfg.optimizer, entry) and f"optimizer.{entry}" not in options:
             setattr(cfg.optimizer, entry, getattr(preset, entry))
-    for option in options:
-        name = option.rpartition(".")[2]
-        if name == "optimizer_grad_clip_norm" and hasattr(preset, "grad_clip_norm"):
-            cfg.optimizer.grad_clip_norm = preset.grad_clip_norm
     if not any(option.startswith("scheduler.") for option in options):
         cfg.scheduler = cfg.trainable_config.get_scheduler_preset()
 

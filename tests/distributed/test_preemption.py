@@ -1,20 +1,16 @@
 """A machine that is taken away: one save, exit 0; the same command goes on where it stopped."""
 
-import contextlib
 import json
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.distributed.test_exact_resume import ACT, COMMON, DDP, FSDP2
 from tests.support.checkpoints import contents
-from tests.support.commands import quiet_env, run_command, train_in_world
+from tests.support.commands import quiet_env, train_in_world
 from tests.support.datasets import make_dataset
 from tests.support.world import run_world_raw
 
@@ -136,31 +132,3 @@ class TestAutoResume:
     def test_it_needs_an_output_directory(self, tmp_path: Path, warmed: None, dataset: Path):
         (refused,) = train_in_world(_args(dataset, "--checkpoint.auto_resume=true"), 1, tmp_path)
         assert refused.exitcode == 1 and "give --output_dir" in refused.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on_by_itself(tmp_path: Path, dataset: Path):
-    """The README's recipe, as it stands there."""
-    args = _args(
-        dataset, FSDP2.format(2), "--steps=40", "--save_freq=4", "--checkpoint.auto_resume=true", "--output_dir=out"
-    )
-    launch = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "lerobot.scripts.lerobot_train"]
-    killer = threading.Thread(target=_kill_a_worker_after, args=(tmp_path / "out/checkpoints/000004",))
-    killer.start()
-    result = run_command([sys.executable, "-m", "torch.distributed.run", *launch, *args], tmp_path, timeout=280)
-    killer.join()
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "going on from" in result.stderr and "exitcode: -9" in result.stderr
-    step = json.loads((tmp_path / "out/checkpoints/last/training_state/training_step.json").read_text())
-    assert step["step"] == 40
-
-
-def _kill_a_worker_after(directory: Path) -> None:
-    deadline = time.monotonic() + 200
-    while not directory.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == "1":
-                process.kill()
-                return
