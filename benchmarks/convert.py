@@ -202,7 +202,7 @@ def plot(medians: dict, gib: float, path: Path) -> None:
         values = [medians[field][tool] for tool in tools]
         colors = ["#c44e52" if tool.startswith("ours") else "#8c8c8c" for tool in tools]
         bars = axis.barh([NAMES[tool] for tool in tools], values, color=colors)
-        axis.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
+        axis.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=3)
         axis.set_xlabel(label)
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
