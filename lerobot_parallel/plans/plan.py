@@ -153,8 +153,11 @@ def _group_units(plan: WrapPlan, named: dict[str, nn.Module]) -> list[Unit]:
             for name in named:
                 if match := regex.fullmatch(name):
                     by_index[match.groups()].append(name)
-        for names in by_index.values():
-            units.append(Unit(_common_prefix(names), tuple(named[name] for name in names)))
+        prefixes = [_common_prefix(names) for names in by_index.values()]
+        for prefix, names in zip(prefixes, by_index.values(), strict=True):
+            # Leaves of two stacks share no more than the model that holds both, for every layer alike.
+            name = prefix if prefixes.count(prefix) == 1 else names[0]
+            units.append(Unit(name, tuple(named[name] for name in names)))
     return units
 
 
