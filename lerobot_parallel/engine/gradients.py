@@ -78,6 +78,7 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
         param.grad.div_(dist.get_world_size())
 
 
+@torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their total 2-norm is at most `max_norm`. Collective.
 
@@ -105,7 +106,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     if max_norm != float("inf"):
         for grads in (local, plain):
             if grads:
-                torch._foreach_mul_(grads, scale.to(grads[0].device, non_blocking=True))
+                # To offloaded gradients this waits: a copy on its way to the host has no value there yet.
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
 
 
