@@ -15,7 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # config <- plans <- engine <- checkpoint <- training <- cli, hooks
 LAYERS = {name: level for level, name in enumerate(("config", "plans", "engine", "checkpoint", "training", "cli"))}
 HEAVY = {"torch", "lerobot", "accelerate", "draccus", "safetensors", "huggingface_hub", "numpy"}
-LIGHT = ("__init__.py", "hooks.py", "config/errors.py", "config/topology.py", "config/runtime.py", "config/source.py", "cli/main.py")
+LIGHT = (
+    "__init__.py",
+    "hooks.py",
+    "config/errors.py",
+    "config/topology.py",
+    "config/runtime.py",
+    "config/source.py",
+    "cli/main.py",
+)
 
 
 def layer(name: str) -> str:
@@ -104,7 +112,9 @@ def test_arguments_have_types():
 
 
 def test_nothing_depends_on_where_it_was_written():
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("not a git checkout")
     homes = re.compile("|".join(rf"(?<![\w.])/{place}/\w" for place in ("work", "root", "home", "Users")))

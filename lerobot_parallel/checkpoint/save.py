@@ -24,6 +24,7 @@ from lerobot_parallel.checkpoint.manifest import Manifest, describe_files, softw
 from lerobot_parallel.checkpoint.progress import Progress, SavedTopology
 from lerobot_parallel.checkpoint.rng import save_rng
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
+from lerobot_parallel.checkpoint.sharded_policy import write_whole
 from lerobot_parallel.checkpoint.snapshot import Copier, RunState, Snapshot, count_model, count_optimizer, take
 from lerobot_parallel.checkpoint.state import parameter_names, tied_names
 from lerobot_parallel.engine.ranks import (
@@ -282,7 +283,7 @@ def _write_full(job: _Job) -> None:
     """Rank 0: files that hold full tensors, by the host's own writers."""
     model, optimizer = job.snapshot.model_file, job.snapshot.optimizer_file
     if model is not None:
-        job.run.policy.save_pretrained(job.staging.pretrained, state_dict=model)
+        write_whole(job.run.policy, job.staging.pretrained, model)
     if optimizer is not None:
         save_optimizer_state(job.run.optimizer, job.staging.training_state, optim_state_dict=optimizer)
 

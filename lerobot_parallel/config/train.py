@@ -103,6 +103,8 @@ def check_config(cfg: ParallelTrainPipelineConfig, *, world_size: int) -> Degree
     check_checkpointing(cfg.checkpoint)
     if getattr(cfg.optimizer, "type", None) == "multi_adam":
         raise ConfigError("--optimizer.type", "multi_adam", "the loop drives one optimizer", "use a single one")
+    if cfg.peft is not None and cfg.is_reward_model_training:
+        raise ConfigError("--peft", "set", "adapters are for policies only", "drop --peft.* or train a policy")
     if degrees.sharded:
         _refuse_unsharded_paths(cfg, degrees)
     return degrees

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from draccus.utils import ParsingError
 from lerobot.configs import parser
 from lerobot.jobs import submit_to_hf
-from lerobot.policies.factory import get_policy_class
-from lerobot.rewards.factory import get_reward_model_class
 from yaml import YAMLError
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
@@ -32,7 +30,7 @@ from lerobot_parallel.plans.registry import check_plan_exists
 from lerobot_parallel.training.arguments import apply_given_preset, settle_checkpoint
 from lerobot_parallel.training.assemble import assemble
 from lerobot_parallel.training.loop import train_loop
-from lerobot_parallel.training.preflight import check_files, check_names
+from lerobot_parallel.training.preflight import check_files, check_names, check_trainable, trained_class
 from lerobot_parallel.training.publish import publish_trained_model
 from lerobot_parallel.training.start_log import log_start
 
@@ -77,13 +75,14 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     _validate_by_host(cfg)
     # Presets and the policy's own config are known only now.
     degrees = check_config(cfg, world_size=world_size)
+    check_trainable(cfg)
     resumed = _check_checkpoint(cfg) if cfg.resume else None
     if resumed is not None:
         apply_given_preset(cfg, sys.argv[1:])
     if degrees.sharded or needs_units(cfg.accelerator):
         check_plan_exists(
             cfg.trainable_config.type,
-            _trained_class(cfg),
+            trained_class(cfg),
             cfg.accelerator.fsdp,
             sharded=degrees.sharded,
             precision=cfg.accelerator.mixed_precision,
@@ -91,11 +90,6 @@ def preflight(cfg: ParallelTrainPipelineConfig) -> tuple[Degrees, Progress | Non
     if degrees.sharded and rank_from_env() == 0:
         check_names(cfg)
     return degrees, resumed
-
-
-def _trained_class(cfg: ParallelTrainPipelineConfig) -> type:
-    get_class = get_reward_model_class if cfg.is_reward_model_training else get_policy_class
-    return get_class(cfg.trainable_config.type)
 
 
 def run_training(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress | None) -> None:

@@ -11,13 +11,14 @@ from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from lerobot_parallel.engine.buffers import agree_on_buffers
 from lerobot_parallel.engine.sharding import reshard
 from lerobot_parallel.training.assemble import Run
-from lerobot_parallel.training.data import to_float_images
+from lerobot_parallel.training.data import draw_as_the_host, to_float_images
 
 
 def held_out_loss(run: Run) -> float:
     """Mean loss over the held-out batches, then over the ranks, the same value everywhere. Collective."""
     if run.degrees.sharded:
         agree_on_buffers(run.policy)
+    _draw_for_the_loader(run)
     run.policy.eval()
     losses: list[torch.Tensor] = []
     with torch.no_grad(), run.accelerator.autocast():
@@ -29,6 +30,13 @@ def held_out_loss(run: Run) -> float:
     # Summed in double precision, as the host does.
     mean = sum(torch.stack(losses).float().tolist()) / len(losses) if losses else 0.0
     return run.accelerator.reduce(torch.tensor(mean, device=run.accelerator.device), reduction="mean").item()
+
+
+def _draw_for_the_loader(run: Run) -> None:
+    """The host draws for its held-out loader's iterator too: for every evaluation, or with persistent workers once."""
+    once = run.cfg.persistent_workers and run.cfg.num_workers > 0
+    if not once or run.step == run.cfg.eval_steps:
+        draw_as_the_host()
 
 
 def evaluate_in_environment(run: Run) -> None:

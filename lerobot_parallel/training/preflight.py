@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from lerobot.policies.factory import get_policy_class
+from lerobot.rewards.factory import get_reward_model_class
+from lerobot.rewards.pretrained import PreTrainedRewardModel
 from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
 from torch import nn
 
@@ -36,6 +39,26 @@ def check_names(cfg: ParallelTrainPipelineConfig) -> None:
     if policy is not None:
         registry.resolve(policy, cfg.trainable_config.type, fsdp)
         ignored_parameters(policy, fsdp.ignored_modules)
+
+
+def trained_class(cfg: ParallelTrainPipelineConfig) -> type:
+    get_class = get_reward_model_class if cfg.is_reward_model_training else get_policy_class
+    return get_class(cfg.trainable_config.type)
+
+
+def check_trainable(cfg: ParallelTrainPipelineConfig) -> None:
+    """Refuse a reward model that is used as it is.
+
+    Raises:
+        ConfigError: it has no forward of its own, by which the host tells them apart too.
+    """
+    if cfg.is_reward_model_training and trained_class(cfg).forward is PreTrainedRewardModel.forward:
+        raise ConfigError(
+            "--reward_model.type",
+            cfg.reward_model.type,
+            "is zero-shot and has nothing to train",
+            "use its compute_reward() as it is",
+        )
 
 
 def check_files(checkpoint: Checkpoint, *, processors: bool) -> None:

@@ -1,9 +1,9 @@
 """Exit codes, streams and the time that an answer takes."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -47,9 +47,11 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_the_host(args: list[
     )
     times = []
     for _ in range(3):
-        started = time.monotonic()
+        # The processor's time: what a person waits for on a machine that does nothing else.
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-        times.append(time.monotonic() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times) < 0.4
 
 

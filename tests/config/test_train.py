@@ -41,6 +41,13 @@ FLAGS: dict[str, Any] = {
     "accelerator.activation_checkpointing.mode": "none",
     "checkpoint_format": "safetensors",
 }
+# This project's own, of section 5: in train_config.json only where they differ from these defaults.
+OWN: dict[str, Any] = {
+    "checkpoint.async_save": False,
+    "checkpoint.keep_last": None,
+    "checkpoint.verify": True,
+    "checkpoint.auto_resume": False,
+}
 OTHER: dict[str, tuple[str, Any]] = {
     "parallelism.dp_replicate": ("2", 2),
     "parallelism.dp_shard": ("-1", -1),
@@ -122,8 +129,9 @@ def test_help_lists_exactly_these_flags(parse: Callable, capsys: pytest.CaptureF
         return {word.removeprefix("--") for word in words if word.startswith("--")}
 
     added = listed(ParallelTrainPipelineConfig) - listed(TrainPipelineConfig)
-    groups = {flag for flag in added if any(name.startswith(f"{flag}.") or f".{flag}." in name for name in FLAGS)}
-    assert added - groups == set(FLAGS)
+    flags = set(FLAGS) | set(OWN)
+    groups = {flag for flag in added if any(name.startswith(f"{flag}.") or f".{flag}." in name for name in flags)}
+    assert added - groups == flags
 
 
 def test_every_flag_has_another_value_to_test_with():
@@ -164,7 +172,9 @@ def test_the_command_line_wins_over_the_file(parse: Callable, tmp_path: Path):
 
 def test_a_yaml_file_is_read_too(parse: Callable, tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("parallelism:\n  dp_shard: 2\naccelerator:\n  mixed_precision: no\n  fsdp:\n    cpu_offload: true\n")
+    file.write_text(
+        "parallelism:\n  dp_shard: 2\naccelerator:\n  mixed_precision: no\n  fsdp:\n    cpu_offload: true\n"
+    )
     config = parse(f"--config_path={file}", *RUN)
     assert ours(config) == FLAGS | {"parallelism.dp_shard": 2, "accelerator.fsdp.cpu_offload": True}
 
@@ -192,6 +202,14 @@ def test_a_run_without_our_flags_adds_exactly_these_keys_to_the_hosts(parse: Cal
     added = {key: own.pop(key) for key in GROUPS}
     assert flat(added) == FLAGS
     assert own == host
+
+
+def test_our_own_flags_are_written_only_where_they_differ(parse: Callable, tmp_path: Path):
+    config = parse(*RUN)
+    assert flat({"checkpoint": vars(config.checkpoint)}) == OWN
+    changed = parse(*RUN, "--checkpoint.keep_last=3", "--checkpoint.verify=false", "--checkpoint.async_save=false")
+    assert saved(changed, tmp_path)["checkpoint"] == {"keep_last": 3, "verify": False}
+    assert vars(parse(f"--config_path={tmp_path}").checkpoint) == vars(changed.checkpoint)
 
 
 # The host's later releases

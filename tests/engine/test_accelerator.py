@@ -67,7 +67,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, st
 
     def environments(*flags: str) -> list[dict[str, str]]:
         made = []
-        for prepare in (lambda args: launching.prepare_simple_launcher_cmd_env(args)[1], launching.prepare_multi_gpu_env):
+        for prepare in (
+            lambda args: launching.prepare_simple_launcher_cmd_env(args)[1],
+            launching.prepare_multi_gpu_env,
+        ):
             args = launch.launch_command_parser().parse_args([*flags, "--num_processes=2", "script.py"])
             args, *_ = launch._validate_launch_command(args)
             args.main_process_port = 0
@@ -109,12 +112,16 @@ def _describe(runtime: AcceleratorConfig, degrees: Degrees) -> dict[str, Any]:
     return {
         "kind": accelerator.distributed_type.value,
         "processes": (accelerator.num_processes, accelerator.device.type),
-        "fsdp": accelerator.state.fsdp_plugin is not None,
+        "fsdp": getattr(accelerator.state, "fsdp_plugin", None) is not None,
         "precision": accelerator.mixed_precision,
         "accumulation": accelerator.gradient_accumulation_steps,
         "across_epochs": not accelerator.gradient_state.sync_with_dataloader,
-        "scheduler_left_alone": not accelerator.gradient_state.adjust_scheduler and not accelerator.step_scheduler_with_optimizer,
-        "ddp": {name: getattr(prepared, name, None) for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")},
+        "scheduler_left_alone": not accelerator.gradient_state.adjust_scheduler
+        and not accelerator.step_scheduler_with_optimizer,
+        "ddp": {
+            name: getattr(prepared, name, None)
+            for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        },
         "groups": torch.distributed.is_initialized() and torch.distributed.get_world_size(),
         "optimizer": type(accelerator.prepare(optimizer)).__name__,
     }

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lerobot_parallel.config.runtime import AcceleratorConfig, GradientAccumulationConfig
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.accelerator import build_accelerator
-from lerobot_parallel.engine.gradients import AccumulationWindow, average_gradients, clip_grad_norm, replicated_parameters
+from lerobot_parallel.engine.gradients import (
+    AccumulationWindow,
+    average_gradients,
+    clip_grad_norm,
+    replicated_parameters,
+)
 from lerobot_parallel.engine.topology import build_mesh
 
 INF = float("inf")
@@ -48,11 +53,12 @@ def test_plain_gradients_are_clipped_as_torch_does(max_norm: float):
 
 
 def test_the_norm_is_one_number_without_dims_in_fp32():
-    ours = parameters([None, None, torch.ones(3, dtype=torch.bfloat16)])
-    norm = clip_grad_norm(ours, INF)
-    assert (norm.shape, norm.dtype) == (torch.Size(), torch.float32)
+    ours = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    ours.grad = torch.ones(3, dtype=torch.bfloat16)
+    norm = clip_grad_norm([ours], INF)
+    assert (norm.shape, norm.dtype, norm.requires_grad) == (torch.Size(), torch.float32, False)
     assert norm.item() == pytest.approx(3**0.5)
-    assert ours[2].grad.dtype == torch.bfloat16
+    assert ours.grad.dtype == torch.bfloat16
 
 
 def test_parameters_without_gradients_count_as_nothing():
@@ -75,7 +81,9 @@ def test_a_gradient_that_is_not_finite_shows(bad: float):
 # Sharded
 
 
-def _clip(degrees: Degrees, max_norm: float, grads: list[torch.Tensor], plain: set[int]) -> tuple[float, list[torch.Tensor]]:
+def _clip(
+    degrees: Degrees, max_norm: float, grads: list[torch.Tensor], plain: set[int]
+) -> tuple[float, list[torch.Tensor]]:
     dist.init_process_group("gloo")
     mesh = build_mesh(degrees, "cpu")
     placements = [Replicate(), Shard(0)] if degrees.dp_replicate > 1 else [Shard(0)]
@@ -123,7 +131,10 @@ def test_replicated_gradients_are_averaged_with_zeros_where_a_rank_has_none(worl
 
 def test_without_replicated_parameters_nothing_is_sent(world: Callable):
     # Rank 0 alone: a collective would never end.
-    assert world(lambda: average_gradients([]) if dist.get_rank() == 0 else None, 2, init=True, timeout=20) == [None, None]
+    assert world(lambda: average_gradients([]) if dist.get_rank() == 0 else None, 2, init=True, timeout=20) == [
+        None,
+        None,
+    ]
 
 
 def test_replicated_parameters_are_the_trainable_ones_that_are_not_sharded():

@@ -251,5 +251,7 @@ def test_every_rank_starts_from_rank_0s_weights_and_buffers(world: Callable, emp
         assert all(torch.equal(result["tensors"][name], tensor) for name, tensor in expected.items())
         assert result["tied"]
         assert result["trained"] == {name for name, p in first.named_parameters() if p.requires_grad}
-        whole = {name for name in dict(first.named_parameters()) if name.partition(".")[0] in ("embed", "head", "joint")}
+        whole = {
+            name for name in dict(first.named_parameters()) if name.partition(".")[0] in ("embed", "head", "joint")
+        }
         assert result["whole"] == {"gain"} | (whole if ignored else set())

@@ -85,7 +85,9 @@ def test_subclasses_are_not_taken_by_their_parents_name():
 
 
 def test_names_that_this_build_lacks_are_skipped():
-    plan = resolve(units=["Block", "BasicBlock"], groups=[["vision.{i}.mlp"]], modules=["vision.*"], keep_in_root=["vision"])
+    plan = resolve(
+        units=["Block", "BasicBlock"], groups=[["vision.{i}.mlp"]], modules=["vision.*"], keep_in_root=["vision"]
+    )
     assert names(plan) == ["block"]
     assert plan.dissolved == {}
 
@@ -143,7 +145,12 @@ def test_a_group_comes_before_the_unit_around_it_and_after_those_inside_it():
 
 
 def test_single_modules_by_glob():
-    assert sorted(names(resolve(modules=["embed", "left.[01].mlp", "he?d", "lef"]))) == ["embed", "head", "left.0.mlp", "left.1.mlp"]
+    assert sorted(names(resolve(modules=["embed", "left.[01].mlp", "he?d", "lef"]))) == [
+        "embed",
+        "head",
+        "left.0.mlp",
+        "left.1.mlp",
+    ]
 
 
 def test_a_module_belongs_to_one_unit_only():
@@ -249,7 +256,8 @@ def test_the_users_class_names_replace_the_plan_but_not_what_it_knows_of_the_pol
 
 
 @pytest.mark.parametrize(
-    ("name", "close"), [("layer", "Layer"), ("Blok", "Block"), ("LinearLayer", "Linear"), ("Zzz", "Block"), ("ModuleList", "Block")]
+    ("name", "close"),
+    [("layer", "Layer"), ("Blok", "Block"), ("LinearLayer", "Linear"), ("Zzz", "Block"), ("ModuleList", "Block")],
 )
 def test_a_name_of_the_users_that_matches_nothing_is_refused_with_close_ones(name: str, close: str):
     with pytest.raises(ConfigError) as refused:
@@ -264,7 +272,10 @@ def test_units_by_size_are_the_innermost_that_reach_the_minimum():
     # A layer has 8 + 40 + 76 parameters, its mlp alone 76, that one's first Linear 40, the second 36.
     model = Model()
     assert {n.rpartition(".")[2] for n in names(resolve_by_size(76, WrapPlan(), model))} == {"mlp"}
-    assert {n for n in names(resolve_by_size(40, WrapPlan(), model)) if n.startswith("left.0")} == {"left.0.mlp.0", "left.0"}
+    assert {n for n in names(resolve_by_size(40, WrapPlan(), model)) if n.startswith("left.0")} == {
+        "left.0.mlp.0",
+        "left.0",
+    }
 
 
 def test_containers_are_never_units_by_size():
@@ -322,5 +333,12 @@ def test_the_toy_policy():
     in_units = {id(p) for unit in plan.units for p in unit.parameters()}
     left = {name for name, p in policy.named_parameters() if id(p) not in in_units}
     assert {name.partition(".")[0] for name in left} == {
-        "embed", "env_proj", "frozen", "small", "gain", "queries", "out", "target"
+        "embed",
+        "env_proj",
+        "frozen",
+        "small",
+        "gain",
+        "queries",
+        "out",
+        "target",
     }

@@ -95,7 +95,13 @@ def test_a_declaring_policy_names_its_forward_methods_or_gets_the_usual_ones():
 
 
 @pytest.mark.parametrize(
-    "value", [WrapPlan(units=("Conv1d",)), {"units": ["Conv1d"]}, lambda: WrapPlan(units=("Conv1d",)), lambda: {"units": ["Conv1d"]}]
+    "value",
+    [
+        WrapPlan(units=("Conv1d",)),
+        {"units": ["Conv1d"]},
+        lambda: WrapPlan(units=("Conv1d",)),
+        lambda: {"units": ["Conv1d"]},
+    ],
 )
 def test_a_package_gives_a_plan_a_dict_or_a_function(packages: Callable, value: object):
     packages(robot=value)
@@ -226,4 +232,7 @@ def test_built_in_plans_find_their_units(policy_type: str):
 
 def test_without_a_camera_the_backbone_is_skipped():
     plan = registry.resolve(build("act", camera=False), "act", FSDPConfig())
-    assert Counter(type(unit.modules[0]).__name__ for unit in plan.units) == {"ACTEncoderLayer": 5, "ACTDecoderLayer": 1}
+    assert Counter(type(unit.modules[0]).__name__ for unit in plan.units) == {
+        "ACTEncoderLayer": 5,
+        "ACTDecoderLayer": 1,
+    }

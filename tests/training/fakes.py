@@ -1,8 +1,7 @@
-"""What the loop talks to outside the machine, replaced inside a rank: wandb and the hub."""
+"""A wandb that only takes notes, put in place inside a rank."""
 
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,3 @@ class _Artifact:
 
     def add_file(self, path: Path) -> None:
         self.files.append(Path(path).name)
-
-
-def fake_hub(look: Callable[[Path], Any]) -> Calls:
-    """Lets nothing reach the hub; notes uploads as (repository, names of the files, `look(folder)`)."""
-    from huggingface_hub import HfApi, ModelCard
-
-    calls: Calls = []
-
-    def create_repo(self: HfApi, repo_id: str, **_: Any) -> Any:
-        return types.SimpleNamespace(repo_id=repo_id)
-
-    def upload_folder(self: HfApi, *, repo_id: str, folder_path: Path, **_: Any) -> Any:
-        folder = Path(folder_path)
-        calls.append((repo_id, sorted(path.name for path in folder.iterdir()), look(folder)))
-        return types.SimpleNamespace(repo_url=types.SimpleNamespace(url=f"https://hub.test/{repo_id}"))
-
-    HfApi.create_repo, HfApi.upload_folder = create_repo, upload_folder
-    ModelCard.validate = lambda self, **_: None  # asks the hub
-    return calls

@@ -1,6 +1,7 @@
 """Small runs of our loop and of the host's own in forked worlds, with something of the test's set up in every rank."""
 
 import importlib
+import json
 import os
 import re
 import sys
@@ -137,6 +138,15 @@ _TIMES = {"updt_s", "data_s", "smp/s", "mem_gb"}
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def payload(file: Path) -> tuple[dict[str, Any], bytes]:
+    """Of a safetensors file: which tensor is where, and all bytes of them. The rest is free text."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header.pop("__metadata__", None)
+    return header, content[end:]
 
 
 def last_checkpoint(cwd: Path) -> Path:

@@ -16,6 +16,7 @@ from tests.training.runs import (
     files,
     last_checkpoint,
     log_lines,
+    payload,
     plan_for_toy,
     toy_args,
     train,
@@ -25,7 +26,6 @@ from tests.training.runs import (
 pytestmark = pytest.mark.usefixtures("warmed")
 
 STATE = [
-    "pretrained_model/model.safetensors",
     "training_state/optimizer_state.safetensors",
     "training_state/optimizer_param_groups.json",
     "training_state/rng_state.safetensors",
@@ -35,6 +35,7 @@ ROUNDING = 5e-6
 
 
 def assert_same_checkpoint(ours: Path, host: Path) -> None:
+    assert payload(weights_file(ours)) == payload(weights_file(host))
     for name in STATE:
         assert (last_checkpoint(ours) / name).read_bytes() == (last_checkpoint(host) / name).read_bytes(), name
 
@@ -51,7 +52,7 @@ def test_one_process_gives_the_hosts_bytes_lines_and_files(small_dataset: Path, 
     assert_same_checkpoint(tmp_path / "ours", tmp_path / "host")
     expected, got = (files(tmp_path / side / "out") for side in ("host", "ours"))
     assert expected <= got
-    assert {Path(name).name for name in got - expected} == {"rng_state_rank_00000.safetensors"}
+    assert {Path(name).name for name in got - expected} == {"rng_state_rank_00000.safetensors", "manifest.json"}
 
 
 def test_progress_bar_is_the_hosts(small_dataset: Path, tmp_path: Path):

@@ -2,19 +2,30 @@
 
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from lerobot.common.train_utils import save_training_step
 from lerobot.datasets import EpisodeAwareSampler, compute_sampler_state
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import DataPosition, Progress
-from lerobot_parallel.training.data import DataOrder, endless, held_out_subset, resumed_position, to_float_images
+from lerobot_parallel.training.data import (
+    DataOrder,
+    Draw,
+    SeededSamples,
+    endless,
+    held_out_subset,
+    resumed_position,
+    to_float_images,
+)
 
 START = DataPosition(epoch=0, start_index=0)
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13, 17)
@@ -50,8 +61,14 @@ def steps_of(samplers: list, batch: int) -> Iterator[Step]:
         yield from zip(*epoch, strict=True)
 
 
-def ours(size: int, batch: int, ranks: int, start: DataPosition = START) -> Iterator[Step]:
+def draws(size: int, batch: int, ranks: int, start: DataPosition = START) -> Iterator[Step]:
     return steps_of([order(size, batch * ranks, start) for _ in range(ranks)], batch)
+
+
+def ours(size: int, batch: int, ranks: int, start: DataPosition = START) -> Iterator[Step]:
+    """The frames alone, without the epochs that draw them."""
+    for step in draws(size, batch, ranks, start):
+        yield tuple(tuple(draw.index for draw in indices) for indices in step)
 
 
 def take(steps: Iterator[Step], count: int) -> list[Step]:
@@ -93,6 +110,13 @@ def test_the_length_is_that_of_a_whole_epoch_of_whole_global_batches():
         assert len(order(size, batch, DataPosition(epoch=2, start_index=size - 1))) == per_epoch(size, batch) * batch
 
 
+def test_a_draw_knows_its_epoch_also_where_it_fills_up():
+    for size, batch in itertools.product(SIZES, BATCHES):
+        count = per_epoch(size, batch)
+        epochs = [{draw.epoch for draw in step[0]} for step in take(draws(size, batch, 1), 3 * count)]
+        assert epochs == [{epoch} for epoch in range(3) for _ in range(count)]
+
+
 # Resumed
 
 
@@ -101,10 +125,10 @@ def test_resuming_at_any_step_of_two_epochs_is_the_uninterrupted_run(batch: int,
     for size in SIZES:
         whole = order(size, batch * ranks)
         count = 2 * per_epoch(size, batch * ranks)
-        uninterrupted = take(ours(size, batch, ranks), count + 3)
+        uninterrupted = take(draws(size, batch, ranks), count + 3)
         for step in range(count + 1):
             position = whole.position(step)
-            rest = take(ours(size, batch, ranks, position), count + 3 - step)
+            rest = take(draws(size, batch, ranks, position), count + 3 - step)
             assert rest == uninterrupted[step:], f"{size} frames, resumed after step {step}"
 
 
@@ -129,7 +153,9 @@ def test_the_end_of_an_epoch_means_the_next_one():
         assert order(7, 2, DataPosition(epoch=1, start_index=index)).position(0) == DataPosition(epoch=2, start_index=0)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (3, 2)), ((4, 1), (1, 4)), ((3, 2), (2, 4))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (3, 2)), ((4, 1), (1, 4)), ((3, 2), (2, 4))]
+)
 def test_another_topology_goes_on_at_the_next_sample(before: tuple[int, int], after: tuple[int, int]):
     size = 17
     sampler = frames(size)
@@ -173,7 +199,7 @@ def test_the_hosts_json_gives_the_hosts_position(tmp_path: Path, batch: int, ran
         sampler = frames(size)
         sampler.load_state_dict(expected)
         ahead = list(sampler)[:batch]
-        assert list(itertools.islice(iter(order(size, batch * ranks, position)), len(ahead))) == ahead
+        assert [draw.index for draw in itertools.islice(order(size, batch * ranks, position), len(ahead))] == ahead
 
 
 def test_an_older_host_wrote_the_step_alone_and_is_taken_to_be_as_now(tmp_path: Path):
@@ -186,7 +212,14 @@ def test_an_older_host_wrote_the_step_alone_and_is_taken_to_be_as_now(tmp_path: 
 def test_the_later_hosts_json_counts_its_data_ranks(tmp_path: Path):
     checkpoint = Checkpoint(tmp_path)
     checkpoint.training_state.mkdir()
-    saved = {"step": 4, "dp_world_size": 2, "batch_size": 3, "grad_accum_steps": 2, "parallelism": {"dp_shard": 2}, "later": 1}
+    saved = {
+        "step": 4,
+        "dp_world_size": 2,
+        "batch_size": 3,
+        "grad_accum_steps": 2,
+        "parallelism": {"dp_shard": 2},
+        "later": 1,
+    }
     checkpoint.step_file.write_text(json.dumps(saved))
     assert resumed_position(Progress.read(checkpoint), 20, 1) == DataPosition(epoch=1, start_index=0)
 
@@ -194,8 +227,22 @@ def test_the_later_hosts_json_counts_its_data_ranks(tmp_path: Path):
 # Loaders
 
 
-def loader(sampler: DataOrder, batch: int, **kwargs: object) -> DataLoader:
-    return DataLoader(list(range(100)), batch_size=batch, sampler=sampler, collate_fn=tuple, **kwargs)
+class Frames(Dataset):
+    """Gives back what it is asked for, and a number drawn while loading it."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random() + float(np.random.rand()) + torch.rand(()).item()
+
+
+def loader(sampler: DataOrder, batch: int, **kwargs: Any) -> DataLoader:
+    return DataLoader(SeededSamples(Frames(), seed=1), batch_size=batch, sampler=sampler, collate_fn=tuple, **kwargs)
+
+
+def loaded(loader_: Any, count: int) -> list[tuple]:
+    return list(itertools.islice(endless(loader_, lambda: None), count))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -203,27 +250,54 @@ def test_accelerate_keeps_our_order_in_its_loader(ranks: int):
     start = DataPosition(epoch=1, start_index=4)
     loaders = [
         prepare_data_loader(
-            loader(order(13, 2 * ranks, start), 2), num_processes=ranks, process_index=rank, put_on_device=False, rng_types=["generator"]
+            loader(order(13, 2 * ranks, start), 2),
+            num_processes=ranks,
+            process_index=rank,
+            put_on_device=False,
+            rng_types=["generator"],
         )
         for rank in range(ranks)
     ]
-    seen = list(itertools.islice(zip(*(endless(one) for one in loaders), strict=True), 12))
-    assert seen == take(ours(13, 2, ranks, start), 12)
+    batches = [[tuple(index for index, _ in batch) for batch in loaded(one, 12)] for one in loaders]
+    assert list(zip(*batches, strict=True)) == take(ours(13, 2, ranks, start), 12)
 
 
-def test_worker_processes_that_stay_read_one_epoch_after_the_other():
-    alone = list(itertools.islice(endless(loader(order(13, 2), 2)), 20))
-    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    assert list(itertools.islice(endless(loader(order(13, 2), 2, **workers)), 20)) == alone
+def test_worker_processes_that_stay_read_one_epoch_after_the_other_and_draw_the_same():
+    alone = loaded(loader(order(13, 2), 2), 20)
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    assert loaded(loader(order(13, 2), 2, **workers), 20) == alone
+
+
+def test_a_sample_is_loaded_alike_in_one_epoch_otherwise_in_the_next_and_takes_nothing_from_training():
+    samples, others = SeededSamples(Frames(), seed=1), SeededSamples(Frames(), seed=2)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    drawn = [samples[Draw(epoch, index)] for epoch in range(3) for index in range(3)]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert [samples[Draw(epoch, index)] for epoch in range(3) for index in range(3)] == drawn
+    assert len({number for _, number in drawn}) == len(drawn)
+    assert others[Draw(0, 0)] != drawn[0]
+    assert len(samples) == 100
+
+
+def test_every_epoch_is_announced_before_its_first_batch():
+    said: list[Any] = []
+    for batch in itertools.islice(endless([1, 2], lambda: said.append("epoch")), 5):
+        said.append(batch)
+    assert said == ["epoch", 1, 2, "epoch", 1, 2, "epoch", 1]
 
 
 def test_a_loader_without_batches_is_an_error_and_not_an_endless_loop():
     with pytest.raises(ValueError, match="no batch"):
-        next(endless([]))
+        next(endless([], lambda: None))
 
 
 def test_stored_images_become_floats_from_zero_to_one():
-    batch = {"a": torch.tensor([0, 255], dtype=torch.uint8), "b": torch.tensor([3.0]), "c": torch.tensor([7], dtype=torch.uint8)}
+    batch = {
+        "a": torch.tensor([0, 255], dtype=torch.uint8),
+        "b": torch.tensor([3.0]),
+        "c": torch.tensor([7], dtype=torch.uint8),
+    }
     to_float_images(batch, ["a", "b", "missing"])
     assert torch.equal(batch["a"], torch.tensor([0.0, 1.0]))
     assert torch.equal(batch["b"], torch.tensor([3.0]))
@@ -243,7 +317,9 @@ class Column:
         return len(self.tasks)
 
 
-@pytest.mark.parametrize(("most", "indices"), [(2, [0, 2]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4]), (1, [0, 2]), (100, [0, 1, 3, 2, 4])])
+@pytest.mark.parametrize(
+    ("most", "indices"), [(2, [0, 2]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4]), (1, [0, 2]), (100, [0, 1, 3, 2, 4])]
+)
 def test_held_out_samples_are_split_over_the_tasks(most: int, indices: list[int]):
     assert list(held_out_subset(Column([5, 5, 8, 5, 8]), most).indices) == indices
 

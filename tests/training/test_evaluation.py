@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.training.fakes import fake_wandb
-from tests.training.runs import QUIET, act_args, assert_close, launch, last_checkpoint, train, weights_file
+from tests.training.runs import QUIET, act_args, assert_close, launch, last_checkpoint, payload, train, weights_file
 from tests.training.toy_env import STEPS, ToyReach
 
 pytestmark = pytest.mark.usefixtures("warmed")
@@ -28,16 +28,28 @@ def _losses(logged: dict[tuple[int, str], Any]) -> list[tuple[int, float]]:
     return [(step, value) for (step, key), value in logged.items() if key == "eval/eval_loss"]
 
 
-@pytest.mark.parametrize("samples", [0, 5])
-def test_held_out_loss_is_the_hosts(small_dataset: Path, tmp_path: Path, samples: int):
+@pytest.mark.parametrize(("samples", "workers"), [(0, 0), (5, 0), (0, 1)])
+def test_held_out_loss_is_the_hosts(small_dataset: Path, tmp_path: Path, samples: int, workers: int):
     """10 held-out frames in batches of 3: the last one is uneven. With noise in training."""
-    args = act_args(small_dataset, *HELD_OUT, f"--max_eval_samples={samples}")
+    flags = [f"--max_eval_samples={samples}", f"--num_workers={workers}", "--dataloader_multiprocessing_context=fork"]
+    args = act_args(small_dataset, *HELD_OUT, *flags)
     (host,) = train(args, "host", tmp_path / "host", _wandb)
     (ours,) = train(args, "single", tmp_path / "ours", _wandb)
     assert [step for step, _ in _losses(ours.value)] == [2, 4]
     assert _losses(ours.value) == _losses(host.value)
     assert f"step 2: eval_loss={_losses(host.value)[0][1]:.4f}" in ours.stderr
-    assert weights_file(tmp_path / "ours").read_bytes() == weights_file(tmp_path / "host").read_bytes()
+    assert payload(weights_file(tmp_path / "ours")) == payload(weights_file(tmp_path / "host"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_between_evaluations_is_the_uninterrupted_run(small_dataset: Path, tmp_path: Path, workers: int):
+    """An evaluation draws from the training's random state; with persistent workers only the first one does."""
+    flags = ["--dataset.eval_split=0.3", "--eval_steps=2", f"--num_workers={workers}"]
+    args = act_args(small_dataset, *flags, "--dataloader_multiprocessing_context=fork", "--save_freq=3", "--steps=5")
+    train(args, "single", tmp_path / "whole")
+    resume = "--config_path=../whole/out/checkpoints/000003/pretrained_model/train_config.json"
+    train(["--resume=true", resume, "--output_dir=out"], "single", tmp_path / "resumed")
+    assert_close(weights_file(tmp_path / "resumed"), weights_file(tmp_path / "whole"), 0)
 
 
 def _evaluations() -> Any:
@@ -95,7 +107,7 @@ def test_rollouts_are_the_hosts(small_dataset: Path, tmp_path: Path):
     assert got[2, "eval/video"] == "out/eval/videos_step_000002/toy_reach_0/eval_episode_0.mp4"
     videos = sorted(path.relative_to(tmp_path / "ours/out/eval") for path in (tmp_path / "ours/out/eval").rglob("*.mp4"))
     assert [str(path) for path in videos] == [f"videos_step_00000{s}/toy_reach_0/eval_episode_{e}.mp4" for s in (2, 4) for e in (0, 1)]
-    assert weights_file(tmp_path / "ours").read_bytes() == weights_file(tmp_path / "host").read_bytes()
+    assert payload(weights_file(tmp_path / "ours")) == payload(weights_file(tmp_path / "host"))
 
 
 def _clock() -> Any:

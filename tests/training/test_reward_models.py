@@ -1,12 +1,10 @@
 """Reward models through the loop: the host's classifier on a tiny ResNet."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.training.fakes import fake_hub
 from tests.training.runs import assert_close, common_args, files, last_checkpoint, log_lines, train, weights_file
 
 pytestmark = pytest.mark.usefixtures("warmed")
@@ -85,17 +83,3 @@ def test_reward_model_is_the_hosts_and_resumes(rewards: Path, resnet: Path, tmp_
     resume = "--config_path=../ours/out/checkpoints/000002/pretrained_model/train_config.json"
     train(["--resume=true", resume, "--output_dir=out"], engine, tmp_path / "resumed")
     assert_close(weights_file(tmp_path / "resumed"), weights_file(tmp_path / "ours"), 0)
-
-
-def test_reward_model_is_published(rewards: Path, resnet: Path, tmp_path: Path):
-    """The host's loop raises TypeError here."""
-
-    def hub() -> Any:
-        calls = fake_hub(lambda folder: None)
-        return lambda: calls
-
-    args = _args(rewards, resnet, "--steps=1", "--reward_model.push_to_hub=true", "--reward_model.repo_id=me/reward")
-    main, other = train(args, "ddp2", tmp_path, hub)
-    assert main.value[0][:2] == ("me/reward", ["README.md", "config.json", "model.safetensors", "train_config.json"])
-    assert len(main.value) == 3 and other.value == []
-    assert "Model pushed to https://hub.test/me/reward" in main.stderr
