@@ -48,7 +48,8 @@ def train() -> None:
         sys.argv[1:] = settle_checkpoint(sys.argv[1:])
         cfg = _parse_once()
         if cfg.job.is_remote:
-            submit_to_hf(cfg)
+            if rank_from_env() == 0:
+                submit_to_hf(cfg)
             return
         degrees, resumed = preflight(cfg)
         run_training(cfg, degrees, resumed)

@@ -332,6 +332,7 @@ def test_gradients_are_clipped_wherever_they_are(states: Path, tmp_path: Path, o
     seen = in_process(_train, _args(states, *flags, steps=4, output="out"), tmp_path, DEVICE, True, _note_clipped_norms)
     assert seen.clipped_norms == pytest.approx([0.01] * 4, rel=1e-3)
 
+
 # Allocators, NCCL and lazy initialisation may wait in the first steps.
 _WARM_STEPS = 2
 

@@ -51,8 +51,8 @@ _OWNERS = {
     "/torch/optim/": "optimizer",  # step counts, which it keeps in host memory
     "/torch/autograd/": "backward",  # DDP's map of unused parameters, which it keeps in host memory
 }
-# Reads a tensor that it made in host memory, and that travels there: which rank has a gradient.
-_HOST_MEMORY = {"average_gradients"}
+# They read tensors that they made in host memory, and that travel there: which rank has a gradient, or a signal.
+_HOST_MEMORY = {"average_gradients", "true_anywhere"}
 
 
 @dataclass(frozen=True)
