@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lerobot.optim import save_optimizer_state, save_scheduler_state
@@ -59,6 +60,7 @@ class _Job:
     seconds: float = 0.0
     bytes: int = 0
     error: BaseException | None = None
+    device: int | None = None
     thread: threading.Thread | None = None
 
 
@@ -92,7 +94,8 @@ class Saver:
         job = self._prepare(progress)
         self._job = job
         if self._asynchronous:
-            job.thread = threading.Thread(target=_write, args=(job,), name="checkpoint-writer", daemon=True)
+            job.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            job.thread = threading.Thread(target=_write_aside, args=(job,), name="checkpoint-writer", daemon=True)
             job.stall_s = time.perf_counter() - began
             job.thread.start()
             return job.target
@@ -239,6 +242,13 @@ def _describe(run: RunState, progress: Progress) -> Manifest:
         rng_files=[Checkpoint(Path()).rank_rng_file(r).as_posix() for r in range(world)],
         files={},
     )
+
+
+def _write_aside(job: _Job) -> None:
+    """`_write` in a thread, which starts on the first GPU whatever its rank computes on."""
+    if job.device is not None:
+        torch.cuda.set_device(job.device)
+    _write(job)
 
 
 def _write(job: _Job) -> None:

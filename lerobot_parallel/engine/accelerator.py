@@ -91,10 +91,11 @@ def _fresh_store() -> dict[str, Any]:
     """After a restart by torchrun, a corner of its store of our own.
 
     torchrun keeps one store over its restarts (torch 2.11; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is its switch), and
-    in it the addresses of the workers that died: gloo would try to connect to those.
+    in it the addresses of the workers that died: gloo would try to connect to those. Agents on several nodes count
+    their restarts each on its own, so there the switch is the only way.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0":
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from lerobot_parallel.checkpoint.progress import DataPosition, Progress
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.ranks import raised_together
-from lerobot_parallel.training.preemption import ignore_in_worker
+from lerobot_parallel.training.preemption import end_workers_at_exit, ignore_in_worker
 
 
 def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) -> tuple[Any, Any]:
@@ -166,6 +166,8 @@ def make_loader(
 ) -> DataLoader:
     """One rank's loader before accelerate splits it; `like` is the dataset whose columns decide on the collate."""
     workers = cfg.num_workers > 0
+    if workers:
+        end_workers_at_exit()
     return DataLoader(
         dataset if order is None else SeededSamples(dataset, cfg.seed or 0),
         batch_size=cfg.batch_size,

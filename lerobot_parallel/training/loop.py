@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from lerobot.common.train_utils import should_save_checkpoint
+from lerobot.common.wandb_utils import WandBLogger
 from lerobot.utils.utils import has_method, inside_slurm
 from tqdm import tqdm
 
 from lerobot_parallel.checkpoint.progress import progress
+from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.ranks import raised_together
 from lerobot_parallel.training.assemble import Run, start_noise
 from lerobot_parallel.training.data import draw_as_the_host, endless, to_float_images
@@ -33,7 +35,8 @@ def train_loop(run: Run) -> bool:
     metrics = StepMetrics(cfg, run.dataset, run.accelerator, step=run.step)
     first_step = run.step
     save_due = stop = False
-    run.saver.published = partial(_upload, run)
+    # Not the run itself: a cycle would keep it, with its loader's processes, until the interpreter has ended.
+    run.saver.published = partial(_upload, run.cfg, run.wandb)
     with _progress_bar(run) as bar, stop_requests() as request:
         for batch in _batches(run, metrics):
             loss, norm, outputs = train_step(run, batch)
@@ -171,12 +174,12 @@ def _save(run: Run, *, steps_done: int) -> None:
     )
 
 
-def _upload(run: Run, directory: Path) -> None:
+def _upload(cfg: ParallelTrainPipelineConfig, wandb: WandBLogger | None, directory: Path) -> None:
     """Rank 0, once a checkpoint is there."""
-    if run.cfg.save_checkpoint_to_hub:
-        upload_checkpoint(directory, run.cfg)
-    if run.wandb is not None:
-        run.wandb.log_policy(directory)
+    if cfg.save_checkpoint_to_hub:
+        upload_checkpoint(directory, cfg)
+    if wandb is not None:
+        wandb.log_policy(directory)
 
 
 @contextmanager
