@@ -38,30 +38,35 @@ class DataOrder(Sampler["Draw"]):
     """Frames in the host's order, resumable at any sample, in whole global batches.
 
     Every epoch is a permutation that depends on seed and epoch only, so that all ranks agree on it without
-    talking. Its last global batch is filled up from the epoch's own beginning, as accelerate does; doing it
-    here keeps that true for an epoch that is resumed in its middle.
+    talking. Over several ranks its last global batch is filled up from the epoch's own beginning, as accelerate
+    does; doing it here keeps that true for an epoch that is resumed in its middle. One process leaves it short, as
+    the host does.
 
     Args:
         frames: the host's sampler.
         global_batch: samples that all ranks together take in one step.
         start: where the next epoch begins; a position at the end of an epoch means the next one.
+        even: whether the last global batch of an epoch is filled up.
     """
 
-    def __init__(self, frames: EpisodeAwareSampler, global_batch: int, start: DataPosition) -> None:
+    def __init__(
+        self, frames: EpisodeAwareSampler, global_batch: int, start: DataPosition, *, even: bool = True
+    ) -> None:
         self._frames = frames
         self._global_batch = global_batch
+        self._even = even
         over = start.start_index >= len(frames)
         self._start = DataPosition(epoch=start.epoch + over, start_index=0 if over else start.start_index)
         self._next = self._start
 
     def __len__(self) -> int:
-        return self._steps_left(0) * self._global_batch
+        return self._samples_left(0)
 
     def __iter__(self) -> Iterator["Draw"]:
         epoch, start = self._next.epoch, self._next.start_index
         self._next = DataPosition(epoch=epoch + 1, start_index=0)
-        total = self._steps_left(start) * self._global_batch
-        frames = itertools.islice(itertools.chain(self._epoch(epoch, start), self._repeat(epoch)), total)
+        endless = itertools.chain(self._epoch(epoch, start), self._repeat(epoch))
+        frames = itertools.islice(endless, self._samples_left(start))
         return (Draw(epoch, index) for index in frames)
 
     def position(self, steps: int) -> DataPosition:
@@ -75,6 +80,9 @@ class DataOrder(Sampler["Draw"]):
 
     def _steps_left(self, start: int) -> int:
         return math.ceil((len(self._frames) - start) / self._global_batch)
+
+    def _samples_left(self, start: int) -> int:
+        return self._steps_left(start) * self._global_batch if self._even else len(self._frames) - start
 
     def _epoch(self, epoch: int, start: int) -> Iterator[int]:
         self._frames.load_state_dict({"epoch": epoch, "start_index": start})
@@ -142,7 +150,7 @@ def make_order(
     start = resumed_position(resumed, len(frames), global_batch)
     if resumed is not None:
         logging.info("Resuming data order at epoch %d, sample %d", start.epoch, start.start_index)
-    return DataOrder(frames, global_batch, start)
+    return DataOrder(frames, global_batch, start, even=accelerator.num_processes > 1)
 
 
 def resumed_position(resumed: Progress | None, num_frames: int, global_batch: int) -> DataPosition:

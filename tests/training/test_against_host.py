@@ -55,6 +55,14 @@ def test_one_process_gives_the_hosts_bytes_lines_and_files(small_dataset: Path, 
     assert {Path(name).name for name in got - expected} == {"rng_state_rank_00000.safetensors", "manifest.json"}
 
 
+def test_one_process_leaves_the_last_batch_of_an_epoch_as_short_as_the_host(small_dataset: Path, tmp_path: Path):
+    """30 frames in batches of 4: two are left over, in two epochs."""
+    args = act_args(small_dataset, "--steps=18", "--save_freq=18", "--batch_size=4")
+    train(args, "host", tmp_path / "host")
+    train(args, "single", tmp_path / "ours")
+    assert_same_checkpoint(tmp_path / "ours", tmp_path / "host")
+
+
 def test_progress_bar_is_the_hosts(small_dataset: Path, tmp_path: Path):
     bars = {}
     for engine in ("host", "single"):
