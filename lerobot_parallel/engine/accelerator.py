@@ -76,6 +76,17 @@ def build_accelerator(runtime: AcceleratorConfig, degrees: Degrees, *, device_ty
     )
 
 
+# DDP's reducer holds the group too, and frees it with the GIL in its hand if it is the last to go: gloo's threads,
+# which the group then joins, may wait for the GIL themselves (seen: a rank that never ends). Python's own reference
+# lets go of the GIL first, so ours is the last one.
+_KEPT: list[dist.ProcessGroup] = []
+
+
+def release_process_group() -> None:
+    """Let the process group go, after everything that uses it: the policy, its optimizer and its loaders."""
+    _KEPT.clear()
+
+
 def _init_process_group(degrees: Degrees, device_type: str) -> None:
     if degrees.world_size == 1 or dist.is_initialized():
         return
@@ -85,6 +96,7 @@ def _init_process_group(degrees: Degrees, device_type: str) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", **_fresh_store())
     else:
         dist.init_process_group("gloo", **_fresh_store())
+    _KEPT.append(dist.group.WORLD)
 
 
 def _fresh_store() -> dict[str, Any]:

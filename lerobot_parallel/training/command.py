@@ -23,7 +23,7 @@ from lerobot_parallel.checkpoint.save import SaveError
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig, check_config, check_config_path
-from lerobot_parallel.engine.accelerator import check_environment
+from lerobot_parallel.engine.accelerator import check_environment, release_process_group
 from lerobot_parallel.engine.topology import rank_from_env, world_size_from_env
 from lerobot_parallel.engine.units import needs_units
 from lerobot_parallel.plans.registry import check_plan_exists
@@ -53,6 +53,7 @@ def train() -> None:
             return
         degrees, resumed = preflight(cfg)
         run_training(cfg, degrees, resumed)
+        release_process_group()
     except (ConfigError, CheckpointError, _HostRefusalError) as refusal:
         refuse(str(refusal))
     except SaveError as error:
