@@ -57,8 +57,12 @@ def build_accelerator(runtime: AcceleratorConfig, degrees: Degrees, *, device_ty
     return Accelerator(
         cpu=device_type == "cpu",
         mixed_precision=runtime.mixed_precision,
-        # A blocking copy of a batch queues behind the step before it, and waits for that one to end.
-        dataloader_config=DataLoaderConfiguration(non_blocking=device_type == "cuda"),
+        dataloader_config=DataLoaderConfiguration(
+            # Every rank reads a whole stream and keeps its part: rank 0 could hand out tensors only, and no task texts.
+            dispatch_batches=False,
+            # A blocking copy of a batch queues behind the step before it, and waits for that one to end.
+            non_blocking=device_type == "cuda",
+        ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=runtime.gradient_accumulation.steps,
             # Windows run on across epoch ends, and the scheduler steps once per loop step.

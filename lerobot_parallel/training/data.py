@@ -31,6 +31,9 @@ def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) ->
         with raised_together(f"reading the dataset {cfg.dataset.repo_id}"):
             if accelerator.is_main_process is turn:
                 datasets = make_train_eval_datasets(cfg)
+    if cfg.dataset.streaming and cfg.num_workers == 0:
+        # The host cuts a stream into one shard a worker: into none where there is no worker.
+        datasets[0].num_shards = 1
     return datasets
 
 

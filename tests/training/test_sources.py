@@ -1,14 +1,11 @@
 """Where samples come from: streams, and loader processes."""
 
-import gc
-import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import run_command, train_command
+from tests.support.commands import train_command
 from tests.training.runs import QUIET, act_args, assert_close, log_lines, payload, train, watch_steps, weights_file
 
 pytestmark = pytest.mark.usefixtures("warmed")
@@ -49,41 +46,6 @@ def test_loader_processes_change_nothing_under_torchrun(small_dataset: Path, tmp
     done = train_command([*args, "--num_workers=2"], tmp_path / "with", nproc=2, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_close(weights_file(tmp_path / "with"), weights_file(tmp_path / "without"), 0)
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_ends_with_its_loader_processes(small_dataset: Path, tmp_path: Path):
-    """They ignore the signal by which Python ends such processes when it exits."""
-    script = """
-from lerobot_parallel.training import command, loop
-def fail(run, batch):
-    raise RuntimeError("no more")
-loop.train_step = fail
-command.train()
-"""
-    flags = ["--num_workers=1", "--dataloader_multiprocessing_context=fork", "--parallelism.dp_shard=1"]
-    done = run_command([sys.executable, "-c", script, *act_args(small_dataset, *flags)], tmp_path, timeout=90)
-    assert done.returncode == 1
-    assert "RuntimeError: no more" in done.stderr
-
-
-@pytest.mark.parametrize("engine", ["single", "ddp2", "fsdp2"])
-def test_nothing_of_a_run_outlives_it(small_dataset: Path, tmp_path: Path, engine: str):
-    """In a cycle, loader processes and DDP's reducer would end at some later time, or at exit, or not at all."""
-
-    def setup() -> Any:
-        gc.disable()
-        alive: dict[str, weakref.ref] = {}
-
-        def look(run: Any, batch: dict) -> None:
-            parts = {"run": run, "policy": run.policy, "module": run.module, "loader": run.loader}
-            alive.update({name: weakref.ref(part) for name, part in parts.items()})
-
-        watch_steps(look)
-        return lambda: [name for name, part in alive.items() if part() is not None]
-
-    for rank in train(act_args(small_dataset), engine, tmp_path, setup):
-        assert rank.value == []
 
 
 def test_resumed_stream_warns_that_it_starts_over(small_dataset: Path, tmp_path: Path):
