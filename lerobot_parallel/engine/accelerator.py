@@ -1,5 +1,6 @@
 """The one place that configures accelerate, and the guard against variables that would do so behind it."""
 
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -88,6 +89,8 @@ _KEPT: list[dist.ProcessGroup] = []
 
 def release_process_group() -> None:
     """Let the process group go, after everything that uses it: the policy, its optimizer and its loaders."""
+    # A cycle would keep a reducer until after this.
+    gc.collect()
     _KEPT.clear()
 
 
