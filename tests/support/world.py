@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -104,6 +105,7 @@ def warm() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _warm_parser()
+    gc.freeze()  # a rank that collects garbage would copy every page of what it inherited
     _warmed = True
 
 
