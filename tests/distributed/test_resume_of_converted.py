@@ -9,7 +9,7 @@ from lerobot_parallel.checkpoint.convert import convert
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.resume import check_resumable
 from lerobot_parallel.config.errors import ConfigError
-from tests.distributed.test_peer import _assert_equal, _full_state
+from tests.distributed.test_peer import _assert_equal, _full_state, _read_shards
 from tests.support.datasets import PEER_ARGS, copy_peer
 from tests.support.tracing import inspected_run, traced_training
 
@@ -22,19 +22,22 @@ def peer(tmp_path: Path, warmed: None) -> Path:
 ALONE = ["--parallelism.dp_shard=1", "--checkpoint_format=safetensors"]
 
 
-def test_weights_are_those_saved_and_the_log_says_where_from(peer: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_and_optimizer_are_those_saved_and_the_log_says_where_from(peer: Path, caplog: pytest.LogCaptureFixture) -> None:
     flags = ["--parallelism.dp_shard=2", "--checkpoint_format=dcp", "--output_dir=mine"]
     traced_training([*PEER_ARGS, *flags], 2, peer)
     checkpoint = Checkpoint(peer / "mine/checkpoints/000004")
+    optimizer = _read_shards(checkpoint.optimizer_shards, "optimizer.state.")
     weights = load_file(convert(checkpoint.path, delete_dcp=True).path)
+    caplog.clear()  # torch logs that it reads without a process group
     check_resumable(checkpoint)
     (said,) = caplog.messages
     assert "lacks pretrained_model/pytorch_model_fsdp_0" in said
     assert said.endswith("from pretrained_model/model.safetensors")
     resume = ["--resume=true", f"--config_path={checkpoint.train_config}", "--output_dir=out"]
     for nprocs, topology in ((2, ["--parallelism.dp_shard=2"]), (1, ALONE)):
-        for found, _, _ in inspected_run([*resume, *topology], nprocs, peer, _full_state):
+        for found, found_optimizer, _ in inspected_run([*resume, *topology], nprocs, peer, _full_state):
             _assert_equal(found, weights)
+            _assert_equal(found_optimizer, optimizer)
 
 
 def test_without_a_manifest_a_checkpoint_must_have_what_its_config_says(peer: Path) -> None:
