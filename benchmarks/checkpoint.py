@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py --megabytes 1000 --ranks 2 --rounds 3 > checkpoint.jsonl
 
-Every row is one JSON line with the hardware, versions and commit; times are medians over the rounds, in seconds. The
-model is a stack of linear layers with Adam's two moments: a checkpoint holds three times its size. `raw` writes the
-same number of bytes from every rank with plain `write` and one `fsync`, in the same run.
+Every row is one JSON line with the hardware, versions and commit; times are medians over the rounds, in seconds, and
+ratios are medians of the ratios within a round. The model is a stack of linear layers with Adam's two moments: a
+checkpoint holds three times its size. `raw` writes the same number of bytes from every rank with plain `write` and one
+`fsync`, in the same run.
 """
 
 import argparse
@@ -149,6 +150,7 @@ def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             step += 1
             durable.xxhash.xxh3_64 = _NoHash if key == "sync_unhashed" else hasher
             found[key] = _timed(lambda step=step: at_once.save(_progress(step, degrees)))
+            at_once.wait()  # the replaced checkpoint is deleted while training goes on
         durable.xxhash.xxh3_64 = hasher
         step += 1
         began = time.perf_counter()
@@ -175,6 +177,10 @@ def _load(run: RunState, checkpoint: Any) -> None:
 def _rows(times: dict[str, list[float]], size: int) -> list[dict[str, Any]]:
     median = {key: statistics.median(values) for key, values in times.items()}
     speed = {key: size / seconds for key, seconds in median.items()}
+
+    def paired(part: str, whole: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[part], times[whole], strict=True))
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     common = {"checkpoint_bytes": size, "peak_rss_bytes_rank0": peak}
     return [
@@ -183,15 +189,15 @@ def _rows(times: dict[str, list[float]], size: int) -> list[dict[str, Any]]:
             "row": "synchronous save",
             "seconds": median["sync"],
             "bytes_per_s": speed["sync"],
-            "of_raw": median["raw"] / median["sync"],
-            "checksums_cost": median["sync"] / median["sync_unhashed"] - 1,
+            "of_raw": paired("raw", "sync"),
+            "checksums_cost": paired("sync", "sync_unhashed") - 1,
             **common,
         },
         {
             "row": "asynchronous save",
             "stall_seconds": median["stall"],
             "total_seconds": median["total"],
-            "stall_of_synchronous": median["stall"] / median["sync"],
+            "stall_of_synchronous": paired("stall", "sync"),
             **common,
         },
         {"row": "resume", "seconds": median["resume"], "bytes_per_s": speed["resume"], **common},

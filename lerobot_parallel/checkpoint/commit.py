@@ -93,27 +93,36 @@ def _point_last_at(target: Path) -> None:
     flush(link.parent)
 
 
-def retain(checkpoints: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and what `last` names. A failure is a warning."""
+def retain(checkpoints: Path, keep: int) -> list[Path]:
+    """Set aside all but the `keep` newest complete checkpoints, and what `last` names. A failure is a warning.
+
+    Returns what `remove` shall delete, which takes long; whatever it does not come to is swept at the next save.
+    """
     named = read_pointer(checkpoints / last_link(checkpoints.parent).name)
     steps = steps_in(checkpoints)
     kept = [step for step in steps if Checkpoint(step).step_file.is_file()][:keep]
-    if not kept:
-        return
-    for step in steps:
+    doomed: list[Path] = []
+    for step in steps if kept else []:
         if step not in kept and step.name != named and int(step.name) < int(kept[0].name):
-            _discard(step)
+            try:
+                doomed.append(step.rename(discard_path(step)))
+                logging.info("removing %s, older than the checkpoints to keep", step)
+            except OSError as error:
+                _warn_kept(step, error)
+    return doomed
 
 
-def _discard(step: Path) -> None:
-    doomed = discard_path(step)
-    try:
-        step.rename(doomed)
-        flush(doomed.parent)
-        shutil.rmtree(doomed)
-        logging.info("removed %s, older than the checkpoints to keep", step)
-    except OSError as error:
-        logging.warning("could not remove the old checkpoint %s (%s)", step, error)
+def remove(doomed: list[Path]) -> None:
+    """Delete what `retain` has set aside. A failure is a warning."""
+    for path in doomed:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            _warn_kept(path, error)
+
+
+def _warn_kept(path: Path, error: OSError) -> None:
+    logging.warning("could not remove the old checkpoint %s (%s)", path, error)
 
 
 def _delete(path: Path) -> None:

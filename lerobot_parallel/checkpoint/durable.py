@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 _CHUNK = 1 << 22
+# Written bytes after which the disk is set to work on them, while the next ones are made.
+_EARLY_FLUSH = 1 << 26
 
 
 class FileEntry(BaseModel):
@@ -90,11 +93,16 @@ class HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.RawIOBase):
+    """Hashes what passes, and has it flushed in the background: the fsync at the end finds little left to do."""
+
     def __init__(self, stream: io.IOBase) -> None:
         self.error: OSError | None = None
         self._stream = stream
         self._hasher = xxhash.xxh3_64()
         self._size = 0
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flusher")
+        self._flushing: Future[None] | None = None
+        self._flushed = 0
 
     def writable(self) -> bool:
         return True
@@ -105,16 +113,31 @@ class _HashingStream(io.RawIOBase):
         self._size += len(view)
         try:
             self._stream.write(view)
+            self._flush_early()
         except OSError as error:
             self.error = error
             raise
         return len(view)
+
+    def _flush_early(self) -> None:
+        if self._size - self._flushed < _EARLY_FLUSH or (self._flushing is not None and not self._flushing.done()):
+            return
+        self._wait_for_flusher()
+        self._flushed = self._size
+        self._flushing = self._flusher.submit(os.fdatasync, self._stream.fileno())
+
+    def _wait_for_flusher(self) -> None:
+        """A failed write-back is reported to one caller only: it must not get lost in the thread."""
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None:
+            flushing.result()
 
     def tell(self) -> int:
         return self._size
 
     def fileno(self) -> int:
         # Called before an fsync: what is buffered has to be in the file then.
+        self._wait_for_flusher()
         self._stream.flush()
         return self._stream.fileno()
 
@@ -124,6 +147,8 @@ class _HashingStream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
+            self._flusher.shutdown()
+            self._wait_for_flusher()
             self._stream.close()
             super().close()
 

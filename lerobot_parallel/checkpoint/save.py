@@ -60,6 +60,7 @@ class _Job:
     seconds: float = 0.0
     bytes: int = 0
     error: BaseException | None = None
+    doomed: list[Path] = field(default_factory=list)
     device: int | None = None
     thread: threading.Thread | None = None
 
@@ -80,6 +81,7 @@ class Saver:
         self._asynchronous = run.cfg.checkpoint.async_save
         self._copier = Copier()
         self._job: _Job | None = None
+        self._remover: threading.Thread | None = None
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if self._asynchronous and several else None
 
@@ -102,6 +104,8 @@ class Saver:
         _write(job)
         job.stall_s = time.perf_counter() - began
         self._finish()
+        self._remover = threading.Thread(target=commit.remove, args=(job.doomed,), name="checkpoint-remover", daemon=True)
+        self._remover.start()
         return job.target
 
     def step_edge(self, stop: bool) -> bool:
@@ -118,11 +122,13 @@ class Saver:
         return stop_anywhere
 
     def wait(self) -> None:
-        """Until the save in flight, if there is one, is committed.
+        """Until the save in flight, if there is one, is committed, and the old checkpoints that it replaced are gone.
 
         Raises:
             SaveError: on every rank, if it failed on one.
         """
+        if self._remover is not None:
+            self._remover.join()
         if self._job is not None:
             self._finish()
 
@@ -249,6 +255,7 @@ def _write_aside(job: _Job) -> None:
     if job.device is not None:
         torch.cuda.set_device(job.device)
     _write(job)
+    commit.remove(job.doomed)
 
 
 def _write(job: _Job) -> None:
@@ -313,4 +320,4 @@ def _commit(job: _Job) -> None:
             job.bytes = sum(entry.size for entry in manifest.files.values())
             commit.publish(job.staging.path, job.target)
             if (keep := job.run.cfg.checkpoint.keep_last) is not None:
-                commit.retain(job.target.parent, keep)
+                job.doomed = commit.retain(job.target.parent, keep)

@@ -167,19 +167,23 @@ def test_without_an_atomic_swap_a_published_checkpoint_is_moved_aside(run: Path,
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["000001", "000002", "000003", "last"]
 
 
+def _retain(checkpoints: Path, keep: int) -> None:
+    commit.remove(commit.retain(checkpoints, keep))
+
+
 class TestRetention:
     def test_the_newest_complete_ones_stay(self, run: Path):
-        commit.retain(run / "checkpoints", 2)
+        _retain(run / "checkpoints", 2)
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["000002", "000003", "last"]
 
     def test_what_last_names_stays(self, run: Path):
         commit._point_last_at(_step(run, 1).path)
-        commit.retain(run / "checkpoints", 1)
+        _retain(run / "checkpoints", 1)
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["000001", "000003", "last"]
 
     def test_an_incomplete_newer_one_does_not_count(self, run: Path):
         _step(run, 3).step_file.unlink()
-        commit.retain(run / "checkpoints", 1)
+        _retain(run / "checkpoints", 1)
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["000002", "000003", "last"]
 
     def test_a_failure_is_a_warning(self, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -187,5 +191,5 @@ class TestRetention:
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr("shutil.rmtree", refuse)
-        commit.retain(run / "checkpoints", 1)
+        _retain(run / "checkpoints", 1)
         assert "could not remove the old checkpoint" in caplog.text and "Permission denied" in caplog.text
