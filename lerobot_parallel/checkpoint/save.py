@@ -32,6 +32,8 @@ from lerobot_parallel.engine.ranks import (
     OtherRankError,
     broadcast_from_main,
     is_main,
+    new_patient_group,
+    patient_group,
     raised_together,
     rank,
     true_anywhere,
@@ -82,8 +84,8 @@ class Saver:
         self._copier = Copier()
         self._job: _Job | None = None
         self._remover: threading.Thread | None = None
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if self._asynchronous and several else None
+        # The writer thread needs one that nobody else uses meanwhile.
+        self._group = new_patient_group() if self._asynchronous else patient_group()
 
     def save(self, progress: Progress) -> Path:
         """Write the checkpoint of `progress.step` and point `last` at it; returns the step directory.
@@ -166,7 +168,7 @@ class Saver:
             job.seconds,
             job.bytes / 1e6,
         )
-        with raised_together(f"uploading {job.target}"):
+        with raised_together(f"uploading {job.target}", patient_group()):
             if is_main() and self.published is not None:
                 self.published(job.target)
 

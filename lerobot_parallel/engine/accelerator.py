@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
 from lerobot_parallel.config.topology import Degrees
+from lerobot_parallel.engine.ranks import forget_groups
 from lerobot_parallel.engine.topology import rank_from_env
 
 ALLOW_VARIABLE = "LEROBOT_ALLOW_ACCELERATE_ENV"
@@ -91,6 +92,7 @@ def release_process_group() -> None:
     """Let the process group go, after everything that uses it: the policy, its optimizer and its loaders."""
     # A cycle would keep a reducer until after this.
     gc.collect()
+    forget_groups()
     _KEPT.clear()
 
 

@@ -3,10 +3,17 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+
+# An upload, a rollout or a slow disk may take longer than the 10 or 30 minutes of torch's groups. Whoever waits for a
+# rank that dies hears of it at once all the same: its connections close.
+_PATIENCE = timedelta(days=7)
 
 
 class OtherRankError(RuntimeError):
@@ -43,6 +50,31 @@ def raised_together(doing: str, group: dist.ProcessGroup | None = None) -> Itera
             raise OtherRankError(f"rank {failed[0]} failed while {doing}: {failed[1]}")
     if error is not None:
         raise error
+
+
+def new_patient_group() -> dist.ProcessGroup | None:
+    """A group of its own over the world, in host memory, for waiting as long as it takes. Collective.
+
+    None in a world of one, as in every `group` argument here.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """The one that the main thread uses; made at the first call. Collective."""
+    return _patient_group_beside(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _patient_group_beside(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return new_patient_group()
+
+
+def forget_groups() -> None:
+    """Let go of what is kept here of the process group."""
+    _patient_group_beside.cache_clear()
 
 
 def true_anywhere(*flags: bool) -> list[bool]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from lerobot_parallel.checkpoint.progress import DataPosition, Progress
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
-from lerobot_parallel.engine.ranks import raised_together
+from lerobot_parallel.engine.ranks import patient_group, raised_together
 from lerobot_parallel.training.preemption import end_workers_at_exit, ignore_in_worker
 
 
@@ -28,7 +28,7 @@ def make_datasets(cfg: ParallelTrainPipelineConfig, accelerator: Accelerator) ->
     """
     datasets = None
     for turn in (True, False):
-        with raised_together(f"reading the dataset {cfg.dataset.repo_id}"):
+        with raised_together(f"reading the dataset {cfg.dataset.repo_id}", patient_group()):
             if accelerator.is_main_process is turn:
                 datasets = make_train_eval_datasets(cfg)
     if cfg.dataset.streaming and cfg.num_workers == 0:

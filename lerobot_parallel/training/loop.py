@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lerobot_parallel.checkpoint.progress import progress
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
-from lerobot_parallel.engine.ranks import raised_together
+from lerobot_parallel.engine.ranks import patient_group, raised_together
 from lerobot_parallel.training.assemble import Run, start_noise
 from lerobot_parallel.training.data import draw_as_the_host, endless, to_float_images
 from lerobot_parallel.training.evaluate import evaluate_in_environment, held_out_loss
@@ -155,7 +155,7 @@ def _evaluate_environment(run: Run) -> None:
     freq = run.cfg.env_eval_freq
     if run.cfg.env is None or freq <= 0 or run.step % freq:
         return
-    with raised_together("evaluating in the environment"):
+    with raised_together("evaluating in the environment", patient_group()):
         if run.accelerator.is_main_process:
             evaluate_in_environment(run)
 

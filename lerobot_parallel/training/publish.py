@@ -19,7 +19,7 @@ from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.sharded_policy import write_whole
 from lerobot_parallel.checkpoint.state import gather_model_state
 from lerobot_parallel.config.train import ParallelTrainPipelineConfig
-from lerobot_parallel.engine.ranks import is_main, raised_together
+from lerobot_parallel.engine.ranks import is_main, patient_group, raised_together
 from lerobot_parallel.training.model_card import write_card
 
 _UPLOADED = ["*.safetensors", "*.json", "*.yaml", "*.md"]
@@ -58,7 +58,7 @@ def publish_trained_model(
         PublishError: on rank 0, where the hub refused or could not be reached; `OtherRankError` elsewhere.
     """
     full = gather_model_state(model) if isinstance(model, FSDPModule) else None
-    with raised_together("publishing the trained model"):
+    with raised_together("publishing the trained model", patient_group()):
         if is_main():
             folder = layout.published_dir(cfg.output_dir)
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,11 @@
 """An error on one rank is raised on all; every rank has its own noise."""
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -10,7 +14,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lerobot_parallel.config.errors import ConfigError
-from lerobot_parallel.engine.ranks import OtherRankError, broadcast_from_main, is_main, raised_together, rank, seed_rank
+from lerobot_parallel.engine.ranks import (
+    OtherRankError,
+    broadcast_from_main,
+    is_main,
+    patient_group,
+    raised_together,
+    rank,
+    seed_rank,
+)
+from tests.support.world import run_world_raw
 
 pytestmark = pytest.mark.usefixtures("warmed")
 
@@ -110,3 +123,37 @@ def test_the_noise_of_a_rank_follows_from_seed_and_rank_alone():
     first = draws(7, 3)
     torch.rand(10)
     assert draws(7, 3) == first
+
+
+def _wait_for_rank_0(seconds: float, patient: bool) -> str:
+    """What rank 1 hears while rank 0 works longer than the limit of the world's own group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    group = patient_group() if patient else None
+    try:
+        with raised_together("uploading", group):
+            if is_main():
+                time.sleep(seconds)
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+def test_ranks_wait_longer_for_rank_0_than_the_limit_of_their_group(world: Callable):
+    assert world(_wait_for_rank_0, 2, 3.0, True, timeout=60) == ["done", "done"]
+    # The same without it: this test can fail.
+    assert "imed out" in world(_wait_for_rank_0, 2, 3.0, False, timeout=60)[1]
+
+
+def _die_at_work() -> float:
+    dist.init_process_group("gloo")
+    group = patient_group()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError), raised_together("uploading", group):
+        if is_main():
+            os.kill(os.getpid(), signal.SIGKILL)
+    return time.monotonic() - began
+
+
+def test_who_waits_for_a_rank_that_dies_hears_of_it_at_once():
+    _, second = run_world_raw(_die_at_work, 2, grace=20, timeout=60)
+    assert second.value < 10
