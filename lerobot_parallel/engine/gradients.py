@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from lerobot_parallel.config.errors import ConfigError
+
 
 class AccumulationWindow:
     """N micro-batches, one optimizer update; windows run on across epoch ends.
@@ -24,6 +26,7 @@ class AccumulationWindow:
         self._accelerator = accelerator
         self._policy = policy
         self._replicated = replicated_parameters(policy) if isinstance(policy, FSDPModule) else []
+        self._units = {name: module for name, module in policy.named_modules() if isinstance(module, FSDPModule)}
 
     @property
     def is_update(self) -> bool:
@@ -46,12 +49,29 @@ class AccumulationWindow:
 
         Returns:
             The total norm before clipping, 0-dim, the same on every rank, not synchronised with the host.
+
+        Raises:
+            ConfigError: under HSDP, a unit that ran in this window did not run in its last micro-batch.
         """
         limit = max_norm if max_norm > 0 else float("inf")
         if not isinstance(self._policy, FSDPModule):
             return self._accelerator.clip_grad_norm_(self._policy.parameters(), limit)
+        self._check_all_reduced()
         average_gradients(self._replicated)
         return clip_grad_norm(self._policy.parameters(), limit)
+
+    def _check_all_reduced(self) -> None:
+        """A unit's sum over the window waits for its own next backward, and would go into the next window."""
+        for name, unit in self._units.items():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None and group._partial_reduce_output is not None:
+                raise ConfigError(
+                    "--accelerator.gradient_accumulation.steps",
+                    self._accelerator.gradient_accumulation_steps,
+                    f"the unit {name} had gradients in this window, but none in its last micro-batch: over replicas "
+                    "they would be left out",
+                    "use 1, or --parallelism.dp_replicate=1",
+                )
 
 
 def replicated_parameters(policy: nn.Module) -> list[nn.Parameter]:

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig, GradientAccumulationConfig
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.accelerator import build_accelerator
@@ -183,3 +185,39 @@ def test_a_limit_of_zero_measures_without_clipping(world: Callable, max_norm: fl
     ((norm, grad),) = world(_measure, 1, max_norm, launcher=False)
     assert norm == pytest.approx(4.0)
     assert grad == pytest.approx(left, rel=1e-5)
+
+
+class _Sometimes(nn.Module):
+    """Its second unit runs when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+        for unit in (self.always, self.sometimes):
+            fully_shard(unit, mesh=build_mesh(Degrees(2, 2), "cpu"))
+        fully_shard(self, mesh=build_mesh(Degrees(2, 2), "cpu"))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.sometimes(self.always(x)) if both else self.always(x)).sum()
+
+
+def _window_of(both: tuple[bool, ...]) -> str:
+    runtime = AcceleratorConfig(gradient_accumulation=GradientAccumulationConfig(steps=len(both)))
+    accelerator = build_accelerator(runtime, Degrees(2, 2), device_type="cpu")
+    model = _Sometimes()
+    window = AccumulationWindow(accelerator, model)
+    for both_units in both:
+        with window.micro_batch():
+            accelerator.backward(model(torch.ones(2, 4), both_units))
+            try:
+                norm = window.finish(0.0) if window.is_update else None
+            except ConfigError as error:
+                return str(error)
+    return f"{norm.item():.4f}"
+
+
+def test_a_unit_that_does_not_end_its_window_under_hsdp_is_said_and_not_lost(world: Callable):
+    assert len(set(world(_window_of, 4, (False, True)))) == 1
+    for said in world(_window_of, 4, (True, False)):
+        assert said.startswith("--accelerator.gradient_accumulation.steps=2: the unit sometimes had gradients")
+        assert "--parallelism.dp_replicate=1" in said
