@@ -81,8 +81,6 @@ def _with_adapters(cfg: ParallelTrainPipelineConfig, policy: nn.Module) -> nn.Mo
 
 
 def _build_reward_model(cfg: ParallelTrainPipelineConfig, ds_meta: Any) -> nn.Module:
-    if cfg.peft is not None:
-        raise ConfigError("--peft", "set", "adapters are for policies only", "drop --peft.* or train a policy")
     model = make_reward_model(cfg=cfg.reward_model, dataset_stats=ds_meta.stats, dataset_meta=ds_meta)
     if not model.is_trainable:
         raise ConfigError(
