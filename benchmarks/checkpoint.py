@@ -9,15 +9,12 @@ checkpoint holds three times its size. `raw` writes the same number of bytes fro
 """
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import resource
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from report import emit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +123,7 @@ def _rank(rank: int, port: int, args: argparse.Namespace) -> None:
     rows = _measure(args)
     if rank == 0:
         for row in rows:
-            print(json.dumps({**row, **_where(args)}), flush=True)
+            emit(row | {"ranks": args.ranks, "rounds": args.rounds, "device": args.device}, "lerobot-parallel", "torch")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -202,21 +200,6 @@ def _rows(times: dict[str, list[float]], size: int) -> list[dict[str, Any]]:
         },
         {"row": "resume", "seconds": median["resume"], "bytes_per_s": speed["resume"], **common},
     ]
-
-
-def _where(args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} x {platform.machine()} CPU"
-    return {
-        "ranks": args.ranks,
-        "rounds": args.rounds,
-        "device": device,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
 
 
 def _free_port() -> int:

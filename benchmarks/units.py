@@ -10,19 +10,14 @@ variant, with the ratios to `plain`.
 """
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
-import subprocess
 import time
-from pathlib import Path
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
+from report import emit
 from torch import nn
 
 from lerobot_parallel.config.runtime import AcceleratorConfig, ActivationCheckpointingConfig, CompileConfig, FSDPConfig
@@ -144,27 +139,6 @@ def row(name: str, runs: list[tuple], plain_s: list[float], plain: list[tuple]) 
     }
 
 
-def context(args: argparse.Namespace) -> dict:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    names = ("lerobot-parallel", "lerobot", "torch")
-    return {
-        "settings": vars(args),
-        "versions": {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names},
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
-        "hardware": hardware(args.device),
-    }
-
-
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-    return f"{len(os.sched_getaffinity(0))} x {model}, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
@@ -174,9 +148,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=50)
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
-    about = context(args)
     for line in measure(args):
-        print(json.dumps(line | about), flush=True)
+        emit(line | {"settings": vars(args)}, "lerobot-parallel", "lerobot", "torch")
 
 
 if __name__ == "__main__":
