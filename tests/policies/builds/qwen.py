@@ -1,11 +1,16 @@
 """Policies on Qwen vision-language models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from tests.policies.builds.common import (
     ACTION,
@@ -132,16 +137,15 @@ def without_actions(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key not in (ACTION, PAD)}
 
 
-def groot(**options: Any) -> nn.Module:
+def groot(*, use_bf16: bool = False, **options: Any) -> nn.Module:
     from lerobot.policies.groot.configuration_groot import GrootConfig
     from lerobot.policies.groot.modeling_groot import GrootPolicy
 
     folder = model_folder("groot-n1.7-small", _write_groot)
-    window = {"chunk_size": CHUNK, "n_action_steps": CHUNK, "max_state_dim": 8, "max_action_dim": 8}
-    config = GrootConfig(
-        device="cpu", base_model_path=str(folder), use_bf16=False, **window, **options, **features(size=(64, 64))
+    options |= {"chunk_size": CHUNK, "n_action_steps": CHUNK, "max_state_dim": 8, "max_action_dim": 8}
+    return GrootPolicy(
+        GrootConfig(device="cpu", base_model_path=str(folder), use_bf16=use_bf16, **options, **features(size=(64, 64)))
     )
-    return GrootPolicy(config)
 
 
 def _write_groot(folder: Path) -> None:
@@ -232,6 +236,28 @@ def wall_x_batch(n: int, seed: int) -> Batch:
     return {**text, "labels": labels, "moe_token_types": ids == ACTION_TOKEN, **masks, **moved}
 
 
+class _InFp32(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (F.linear, F.scaled_dot_product_attention, F.layer_norm):
+            args, kwargs = tree_map_only(torch.Tensor, _widen, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+@contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """torch's, and one to fp32 as CUDA has it: torch lacks that on CPU, where it would cast nothing."""
+    if dtype != torch.float32:
+        with torch.autocast(device_type, dtype):
+            yield
+        return
+    with torch.autocast(device_type, enabled=False), _InFp32():
+        yield
+
+
 def vla_jepa() -> nn.Module:
     """Qwen3-VL, V-JEPA2 and their processors are built in place of a download; text and images become tokens here."""
     import lerobot.policies.vla_jepa.modeling_vla_jepa as module
@@ -259,6 +285,7 @@ def vla_jepa() -> nn.Module:
         interface._real_model = Qwen3VLForConditionalGeneration
     interface.Qwen3VLForConditionalGeneration = loader(lambda: interface._real_model(qwen3(vocabulary=400, layers=2)))
     module.AutoModel = loader(lambda: VJEPA2Model(video))
+    module._get_autocast_context = _autocast
     module.AutoVideoProcessor = loader(lambda: lambda videos, **_: {"pixel_values_videos": torch.stack(videos)})
     sizes = {"action_hidden_size": 32, "action_num_layers": 2, "action_num_heads": 2, "action_attention_head_dim": 16}
     sizes |= {
@@ -299,6 +326,7 @@ def jepa_batch(n: int, seed: int) -> Batch:
     return {STATE: torch.randn(n, WIDTH, generator=g), CAMERA: video, "task": ["w1"] * n, **actions(n, CHUNK, g)}
 
 
+_TUNED = {"tune_llm": True, "tune_visual": True}
 _GROOT_STUBS = "GR00T on a Qwen3-VL of three layers from a local folder"
 
 CASES = [
@@ -321,7 +349,7 @@ CASES = [
         observe=lambda n, s: without_actions(groot_batch(n, s)),
         units=16,
         dtensors=182,
-        bf16=None,
+        bf16_build=lambda: groot(use_bf16=True),
         reload=False,
         ties=1,
         stubbed=_GROOT_STUBS,
@@ -329,12 +357,12 @@ CASES = [
     Case(
         "groot_tuned",
         "groot",
-        lambda: groot(tune_llm=True, tune_visual=True),
+        lambda: groot(**_TUNED),
         groot_batch,
         observe=lambda n, s: without_actions(groot_batch(n, s)),
         units=16,
         dtensors=182,
-        bf16=None,
+        bf16_build=lambda: groot(use_bf16=True, **_TUNED),
         reload=False,
         ties=1,
         stubbed=_GROOT_STUBS,
@@ -360,9 +388,7 @@ CASES = [
         units=14,
         dtensors=216,
         reload=False,
-        # The host opens CUDA's autocast inside, which is none on CPU.
-        bf16=None,
         ties=1,
-        stubbed="Qwen3-VL, V-JEPA2 and their processors",
+        stubbed="Qwen3-VL, V-JEPA2 and their processors; CUDA's autocast to fp32",
     ),
 ]

@@ -205,8 +205,8 @@ def molmoact2_batch(n: int, seed: int) -> Batch:
 _EVO_STUBS = "InternVL of three layers from a local folder"
 
 CASES = [
-    # Unsharded and under autocast, this tiny build's loss is 1.6 % from fp32 too (1.0679 for 1.0854).
-    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1, bf16=0.02),
+    # Of two samples, bf16's rounding alone moves the loss by up to 1.6 %, either way; of 16 by up to 0.7 %.
+    Case("xvla", "xvla", xvla, xvla_batch, observe=xvla_observe, units=6, dtensors=149, ties=1, samples=16),
     Case(
         "evo1_stage1",
         "evo1",
@@ -235,7 +235,6 @@ CASES = [
         infer=(),
         units=6,
         dtensors=108,
-        bf16=None,
         stubbed="MolmoAct2 of two layers from a local folder, text-only batches",
     ),
 ]
