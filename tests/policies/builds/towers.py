@@ -25,6 +25,8 @@ from tests.policies.builds.common import (
 )
 
 CHUNK = 4
+ACTION_START, ACTION_END, ACTION_TOKENS = 181, 182, range(183, 189)
+"""Words of MolmoAct2 that no training batch holds; the end of the actions is the end of the text."""
 
 
 def xvla() -> nn.Module:
@@ -181,6 +183,11 @@ def _write_molmoact2(folder: Path) -> None:
         adapter_config=configs.MolmoAct2AdapterConfig(**adapter, **heads),
         action_expert_config=configs.MolmoAct2ActionExpertConfig(**expert),
         max_action_horizon=CHUNK,
+        action_start_token_id=ACTION_START,
+        action_end_token_id=ACTION_END,
+        eos_token_id=ACTION_END,
+        action_token_start_id=ACTION_TOKENS.start,
+        num_action_tokens=len(ACTION_TOKENS),
         **{name: 190 + i for i, name in enumerate(names)},
     )
     MolmoAct2ForConditionalGeneration(config).save_pretrained(folder)
