@@ -14,9 +14,9 @@ from torch import nn
 
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.plans import builtin
-from tests.policies.builds.common import make, observation
+from tests.policies.builds.common import CHUNK, make, observation
 from tests.policies.builds.joint import pi_batch
-from tests.policies.builds.towers import ACTION_END, ACTION_TOKENS, CHUNK, molmoact2_batch
+from tests.policies.builds.towers import ACTION_END, ACTION_TOKENS, molmoact2_batch
 from tests.policies.cases import CASES
 from tests.policies.runs import runtime_for, shard
 from tests.support.world import WorldError

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 STATE, ACTION, PAD, CAMERA = "observation.state", "action", "action_is_pad", "observation.images.top"
 WRIST = "observation.images.wrist"
 TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"
-WIDTH = 6
+WIDTH, CHUNK = 6, 4
+WINDOW = {"chunk_size": CHUNK, "n_action_steps": CHUNK}
+PADDED = {**WINDOW, "max_state_dim": 8, "max_action_dim": 8}
+"""For policies that pad state and actions to a fixed width."""
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""A small transformer, in the words of its library."""
 FOLDERS = "TINY_MODELS"
 """The variable with the directory for tiny model folders."""
 

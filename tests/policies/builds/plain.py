@@ -11,6 +11,7 @@ from tests.policies.builds.common import (
     CAMERA,
     PAD,
     STATE,
+    TOWER,
     WIDTH,
     Batch,
     Case,
@@ -180,16 +181,15 @@ def multi_task_dit() -> nn.Module:
 def _write_clip(folder: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {
-        **tower,
+        **TOWER,
         "vocab_size": 200,
         "max_position_embeddings": 16,
         "pad_token_id": 0,
         "bos_token_id": 2,
         "eos_token_id": 3,
     }
-    vision = {**tower, "image_size": 32, "patch_size": 16}
+    vision = {**TOWER, "image_size": 32, "patch_size": 16}
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)).save_pretrained(folder)
 
 

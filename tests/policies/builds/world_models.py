@@ -1,5 +1,7 @@
 """Policies that predict video together with actions."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -122,33 +124,21 @@ def lingbot_batch(n: int, seed: int) -> Batch:
     return {key: torch.randn(shape, generator=g) for key, shape in shapes.items()}
 
 
-_WAM_STUBS = "the VAE; no text encoder and tokenizer"
-
+_FASTWAM = Case(
+    "fastwam",
+    "fastwam",
+    fastwam,
+    fastwam_batch,
+    observe=fastwam_observe,
+    units=2,
+    dtensors=139,
+    tolerance=1e-6,
+    reload=False,
+    stubbed="the VAE; no text encoder and tokenizer",
+)
 CASES = [
-    Case(
-        "fastwam",
-        "fastwam",
-        fastwam,
-        fastwam_batch,
-        observe=fastwam_observe,
-        units=2,
-        dtensors=139,
-        tolerance=1e-6,
-        reload=False,
-        stubbed=_WAM_STUBS,
-    ),
-    Case(
-        "fastwam_frozen_video",
-        "fastwam",
-        lambda: fastwam(freeze_video_expert=True),
-        fastwam_batch,
-        observe=fastwam_observe,
-        units=2,
-        dtensors=139,
-        tolerance=1e-6,
-        reload=False,
-        stubbed=_WAM_STUBS,
-    ),
+    _FASTWAM,
+    replace(_FASTWAM, name="fastwam_frozen_video", build=lambda: fastwam(freeze_video_expert=True)),
     Case(
         "lingbot_va",
         "lingbot_va",
