@@ -19,22 +19,28 @@ RECORD = "RECORD_MATRIX"
 """Set to 1, a test run updates `matrix.json`; otherwise it only reads it."""
 
 
-def record(case: Case, column: str) -> None:
-    """A test of this case passed up to here. Where nothing is recorded, it is compared with what is there."""
+def record(case: Case, column: str, *, note: str = "") -> None:
+    """A test of this case passed up to here. Where nothing is recorded, it is compared with what is there.
+
+    Args:
+        note: what a plain yes would not say.
+    """
     with open(__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may record at once
-        _record(case, column)
+        _record(case, column, note)
 
 
-def _record(case: Case, column: str) -> None:
+def _record(case: Case, column: str, note: str) -> None:
     records = read()
     entry = records.setdefault(case.policy, {"stubbed": case.stubbed, "passed": {}})
     passed = entry["passed"].setdefault(column, [])
-    if case.name in passed:
+    if case.name in passed and entry.get("notes", {}).get(column, "") == note:
         return
     if os.environ.get(RECORD) != "1":
         raise AssertionError(f"{case.name} passes {column}, but the matrix does not say so: run with {RECORD}=1")
-    entry["passed"][column] = sorted([*passed, case.name])
+    entry["passed"][column] = sorted({*passed, case.name})
+    if note:
+        entry.setdefault("notes", {})[column] = note
     entry["stubbed"] = case.stubbed or entry["stubbed"]
     RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
 
@@ -47,9 +53,15 @@ def table() -> str:
     """Markdown, one row a policy; a column says `yes` where a test passed, and a dash where none was run."""
     rows = ["| policy | " + " | ".join(COLUMNS) + " | stubbed in the tests |", "|---" * (len(COLUMNS) + 2) + "|"]
     for policy, entry in sorted(read().items()):
-        cells = ["yes" if entry["passed"].get(column) else "–" for column in COLUMNS]
+        cells = [_cell(entry, column) for column in COLUMNS]
         rows.append(f"| {policy} | {' | '.join(cells)} | {entry['stubbed'] or 'nothing'} |")
     return "\n".join(rows)
+
+
+def _cell(entry: dict, column: str) -> str:
+    if not entry["passed"].get(column):
+        return "–"
+    return ", ".join(filter(None, ["yes", entry.get("notes", {}).get(column)]))
 
 
 def in_readme(text: str) -> str | None:

@@ -1,8 +1,11 @@
 """The same two updates by plain torch in one process, and by the engine on every rank of a world."""
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,13 +29,29 @@ from tests.policies.builds.common import Batch, Case, make
 
 STEPS = 2
 SAMPLES = 2
-"""Samples of one rank."""
+"""Samples of an inference batch."""
 
 
-def seed_for(step: int, rank: int) -> None:
-    """The noise of one rank's micro-batch, wherever it is computed."""
+def loss_of(case: Case, policy: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of one rank's micro-batch, with the same noise wherever it is computed.
+
+    Noise is drawn in fp32 and rounded: some policies ask for it in the dtype of their parameters, and bf16 noise of
+    the same seed is other noise.
+    """
     torch.manual_seed(10_000 * (step + 1) + rank)
     random.seed(100 * step + rank)
+    with mock.patch.multiple(torch, randn=_rounded(torch.randn), randn_like=_rounded(torch.randn_like)):
+        return case.loss(policy, copied(case.batch(case.samples, 10 * step + rank)))
+
+
+def _rounded(draw: Callable) -> Callable:
+    @functools.wraps(draw)
+    def call(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        if torch.bfloat16 not in (dtype, getattr(next(iter(args), None), "dtype", None)):
+            return draw(*args, dtype=dtype, **kwargs)
+        return draw(*args, dtype=torch.float32, **kwargs).bfloat16()
+
+    return call
 
 
 def optimizer_for(policy: nn.Module) -> torch.optim.Optimizer:
@@ -55,9 +74,8 @@ def reference(case: Case, ranks: int) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         for rank in range(ranks):
-            seed_for(step, rank)
             with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
-                loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
+                loss = loss_of(case, policy, step, rank)
             (loss / ranks).backward()
             losses.append(loss.item())
         update(policy, optimizer)
@@ -127,10 +145,8 @@ def sharded_run(case: Case, degrees: Degrees, *, checkpoint: Path | None = None,
 
 def train_step(case: Case, accelerator: Any, policy: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
     policy.train()
-    rank = dist.get_rank()
-    seed_for(step, rank)
     with accelerator.autocast():
-        loss = case.loss(policy, copied(case.batch(SAMPLES, 10 * step + rank)))
+        loss = loss_of(case, policy, step, dist.get_rank())
     loss.backward()
     update(policy, optimizer)
     return loss.item()

@@ -5,6 +5,7 @@ One world of two ranks a case does all of it; the tests read what it reports.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from lerobot_parallel.checkpoint.convert import convert
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.config.topology import Degrees
 from tests.policies.builds.common import Case, make
+from tests.policies.builds.world_models import lingbot_va
 from tests.policies.cases import CASES, HSDP
 from tests.policies.matrix import record
 from tests.policies.runs import reference, resumed_run, sharded_run
+from tests.support.world import WorldError, run_world
 
 FSDP2, HSDP_2X2 = Degrees(1, 2), Degrees(2, 2)
 # Ranks of a mesh of four add gradients in another order than the reference does.
 FOUR_RANKS = 5e-6
 # Batches are not split for inference, so only kernels that see other memory layouts may round differently.
 INFERENCE = 1e-5
+BF16 = 0.01
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -32,8 +36,6 @@ cases = pytest.mark.parametrize("name", list(CASES))
 
 @pytest.fixture(scope="module")
 def references(warmed: None) -> Callable[[str, int], dict[str, Any]]:
-    from tests.support.world import run_world
-
     @functools.cache
     def find(name: str, ranks: int) -> dict[str, Any]:
         return run_world(reference, 1, CASES[name], ranks)[0]
@@ -43,8 +45,6 @@ def references(warmed: None) -> Callable[[str, int], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sharded(references: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    from tests.support.world import run_world
-
     @functools.cache
     def find(name: str) -> tuple[list[dict[str, Any]], Path]:
         references(name, 2)  # in one process: it writes the model folders
@@ -79,8 +79,8 @@ def test_two_updates_equal_the_accumulating_reference(sharded: Callable, referen
             expected["losses"][rank::2], rel=1e-5 if case.precision == "no" else 2e-3
         )
     record(case, "FSDP2")
-    if case.precision == "bf16":
-        record(case, "bf16")
+    if case.bf16_only:
+        record(case, "bf16", note=case.bf16_only)
 
 
 @cases
@@ -117,13 +117,21 @@ def test_recomputed_units_change_no_bit(world: Callable, sharded: Callable, refe
         assert result["losses"] == before["losses"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.bf16 is not None])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.bf16_only])
 def test_bf16_loss_is_that_of_fp32(world: Callable, references: Callable, name: str) -> None:
     case, expected = CASES[name], references(name, 2)
-    for rank, result in enumerate(world(functools.partial(sharded_run, case, FSDP2, precision="bf16"), 2)):
-        assert result["losses"][0] == pytest.approx(expected["losses"][rank], rel=case.bf16)
+    in_bf16 = replace(case, build=case.bf16_build or case.build)
+    for rank, result in enumerate(world(functools.partial(sharded_run, in_bf16, FSDP2, precision="bf16"), 2)):
+        assert result["losses"][0] == pytest.approx(expected["losses"][rank], rel=BF16)
         assert all(torch.isfinite(action).all() for action in result["ended"].values())
     record(case, "bf16")
+
+
+def test_lingbot_va_has_no_fp32_loss_to_compare_with(world: Callable) -> None:
+    """Its host casts what it trains on to bf16, also where its config says fp32."""
+    in_fp32 = replace(CASES["lingbot_va"], build=functools.partial(lingbot_va, dtype="float32"), bf16_only="")
+    with pytest.raises(WorldError, match="must have the same dtype, but got BFloat16 and Float"):
+        world(reference, 1, in_fp32, 1)
 
 
 @cases

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 STATE, ACTION, PAD, CAMERA = "observation.state", "action", "action_is_pad", "observation.images.top"
 WRIST = "observation.images.wrist"
 TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"
-WIDTH = 6
+WIDTH, CHUNK = 6, 4
+WINDOW = {"chunk_size": CHUNK, "n_action_steps": CHUNK}
+PADDED = {**WINDOW, "max_state_dim": 8, "max_action_dim": 8}
+"""For policies that pad state and actions to a fixed width."""
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""A small transformer, in the words of its library."""
 FOLDERS = "TINY_MODELS"
 """The variable with the directory for tiny model folders."""
 
@@ -34,11 +39,12 @@ class Case:
             by hand from the policy's printed structure.
         infer: methods compared with the unsharded policy.
         tolerance: largest difference of a parameter after two updates; 0 is bit-equal.
-        bf16: relative difference of the bf16 loss; None where noise is drawn in the dtype of the parameters.
+        samples: of a rank's training batch.
+        bf16_build: `build` for bf16, where the policy's own config decides on it too.
         reload: whether the host's `from_pretrained` can read the result here; else `load_state_dict` does.
         ties: how many weights have several names.
         batch_norm: whether it keeps running statistics, which a reference of one process updates more often.
-        precision: `bf16` for a policy whose forward knows nothing else.
+        bf16_only: why there is no fp32 loss, for the support matrix.
         stubbed: what stands in for something that needs the hub or a GPU, for the support matrix.
         loss: a policy's loss, where `policy(batch)[0]` is none.
     """
@@ -52,13 +58,18 @@ class Case:
     observe: Callable[[int, int], Batch] | None = None
     infer: tuple[str, ...] = ("select_action", "predict_action_chunk")
     tolerance: float = 0.0
-    bf16: float | None = 0.01
+    samples: int = 2
+    bf16_build: Callable[[], nn.Module] | None = None
     reload: bool = True
     ties: int = 0
     batch_norm: bool = False
-    precision: str = "no"
+    bf16_only: str = ""
     stubbed: str = ""
     loss: Callable[[nn.Module, Batch], Tensor] = field(default=lambda policy, batch: policy(batch)[0])
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16_only else "no"
 
 
 def features(

@@ -10,7 +10,7 @@ from torch import nn
 
 from lerobot_parallel.plans.skeleton import build_skeleton, default_config
 from tests.policies.builds.common import loader, word_tokenizer
-from tests.policies.builds.qwen import _IDS
+from tests.policies.builds.qwen import _IDS, wall_x_config
 
 _QWEN25 = {
     "text_config": {
@@ -108,15 +108,8 @@ def molmoact2() -> nn.Module:
 
 def wall_x() -> nn.Module:
     from lerobot.policies.wall_x.modeling_wall_x import Qwen2_5_VLMoEForAction
-    from lerobot.policies.wall_x.qwen_model.configuration_qwen2_5_vl import Qwen2_5_VLConfig
-    from transformers import Qwen2_5_VLConfig as Base
 
-    base = Base(**_QWEN25).to_dict()
-    experts = [{"hidden_size": 2048, "intermediate_size": size, "hidden_act": "silu"} for size in (11008, 4096)]
-    moe = {"num_experts": 2, "experts": experts, "mlp_moe": True, "dim_inputs": [2048, 2048], "dof_config": {"arm": 20}}
-    text = {key: value for key, value in base["text_config"].items() if key != "model_type"} | moe
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=base["vision_config"], tie_word_embeddings=True, **_IDS)
-    config.agent_pos_config = {"arm": 20}
+    config = wall_x_config(_QWEN25, experts=(11008, 4096), arm=20)
     tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda _: 1, pad_token_id=0, init_kwargs={})
     with torch.device("meta"):
         return Qwen2_5_VLMoEForAction(config, processor=SimpleNamespace(tokenizer=tokenizer))

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from tests.policies.builds.common import (
+    PADDED,
+    TOWER,
     Batch,
     Case,
     draw,
@@ -30,9 +33,8 @@ def smolvla(**options: Any) -> nn.Module:
     from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 
     folder = str(model_folder("smolvlm-small", _write_smolvlm))
-    net = {"num_vlm_layers": 4, "max_state_dim": 8, "max_action_dim": 8, "resize_imgs_with_padding": (32, 32)} | options
-    window = {"chunk_size": 4, "n_action_steps": 4, "num_steps": 2}
-    config = SmolVLAConfig(device="cpu", vlm_model_name=folder, load_vlm_weights=False, **net, **window, **features())
+    net = {"num_vlm_layers": 4, "num_steps": 2, "resize_imgs_with_padding": (32, 32)} | options
+    config = SmolVLAConfig(device="cpu", vlm_model_name=folder, load_vlm_weights=False, **net, **PADDED, **features())
     return SmolVLAPolicy(config)
 
 
@@ -48,14 +50,7 @@ def _write_smolvlm(folder: Path) -> None:
         "vocab_size": 260,
         "pad_token_id": 0,
     }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    }
+    vision = {**TOWER, "image_size": 32, "patch_size": 8}
     ids = {"image_token_id": 1, "pad_token_id": 0}
     SmolVLMConfig(text_config={**text, **heads}, vision_config=vision, scale_factor=2, **ids).save_pretrained(folder)
     tokenizer = word_tokenizer(
@@ -74,8 +69,7 @@ def pi(kind: str, **options: Any) -> nn.Module:
     _shrink(module)
     prefix = {"pi0": "PI0", "pi05": "PI05", "pi0_fast": "PI0Fast"}[kind]
     config = getattr(importlib.import_module(f"lerobot.policies.{kind}.configuration_{kind}"), f"{prefix}Config")
-    window = {"chunk_size": 4, "n_action_steps": 4, "image_resolution": (PI_SIZE, PI_SIZE)}
-    options = {"max_state_dim": 8, "max_action_dim": 8} | window | options
+    options = PADDED | {"image_resolution": (PI_SIZE, PI_SIZE)} | options
     return getattr(module, f"{prefix}Policy")(config(device="cpu", **options, **features(size=(PI_SIZE, PI_SIZE))))
 
 
@@ -143,81 +137,55 @@ def pi_observation(n: int, seed: int) -> Batch:
     return observation(pi_batch(n, seed))
 
 
-_SMOL_STUBS = "SmolVLM of four layers from a local folder"
 _PI_STUBS = "Gemma and SigLIP of two layers in place of the fixed sizes"
 
+_SMOLVLA = Case(
+    "smolvla",
+    "smolvla",
+    smolvla,
+    small_batch,
+    observe=small_observation,
+    units=12,
+    dtensors=124,
+    tolerance=1e-6,
+    stubbed="SmolVLM of four layers from a local folder",
+)
+_PI0 = Case(
+    "pi0",
+    "pi0",
+    lambda: pi("pi0", num_inference_steps=2),
+    pi_batch,
+    observe=pi_observation,
+    units=9,
+    dtensors=90,
+    tolerance=1e-6,
+    reload=False,
+    stubbed=_PI_STUBS,
+)
 CASES = [
-    Case(
-        "smolvla",
-        "smolvla",
-        smolvla,
-        small_batch,
-        observe=small_observation,
-        units=12,
-        dtensors=124,
-        tolerance=1e-6,
-        stubbed=_SMOL_STUBS,
+    _SMOLVLA,
+    replace(
+        _SMOLVLA,
+        name="smolvla_full",
+        build=lambda: smolvla(train_expert_only=False, freeze_vision_encoder=False),
     ),
-    Case(
-        "smolvla_full",
-        "smolvla",
-        lambda: smolvla(train_expert_only=False, freeze_vision_encoder=False),
-        small_batch,
-        observe=small_observation,
-        units=12,
-        dtensors=124,
-        tolerance=1e-6,
-        stubbed=_SMOL_STUBS,
-    ),
-    Case(
-        "smolvla_fewer_expert_layers",
-        "smolvla",
-        lambda: smolvla(train_expert_only=False, num_expert_layers=2, attention_mode="self_attn"),
-        small_batch,
+    replace(
+        _SMOLVLA,
+        name="smolvla_fewer_expert_layers",
+        build=lambda: smolvla(train_expert_only=False, num_expert_layers=2, attention_mode="self_attn"),
         # The host's own inference fails with fewer expert than VLM layers.
         infer=(),
         units=10,
         dtensors=106,
-        tolerance=1e-6,
-        stubbed=_SMOL_STUBS,
     ),
-    Case(
-        "pi0",
-        "pi0",
-        lambda: pi("pi0", num_inference_steps=2),
-        pi_batch,
-        observe=pi_observation,
-        units=9,
-        dtensors=90,
-        tolerance=1e-6,
-        reload=False,
-        stubbed=_PI_STUBS,
+    _PI0,
+    # The policy's own checkpointing recomputes the layers of both stacks together, attention included.
+    replace(
+        _PI0,
+        name="pi0_gradient_checkpointing",
+        build=lambda: pi("pi0", num_inference_steps=2, gradient_checkpointing=True),
     ),
-    Case(
-        # The policy's own checkpointing recomputes the layers of both stacks together, attention included.
-        "pi0_gradient_checkpointing",
-        "pi0",
-        lambda: pi("pi0", num_inference_steps=2, gradient_checkpointing=True),
-        pi_batch,
-        observe=pi_observation,
-        units=9,
-        dtensors=90,
-        tolerance=1e-6,
-        reload=False,
-        stubbed=_PI_STUBS,
-    ),
-    Case(
-        "pi05",
-        "pi05",
-        lambda: pi("pi05", num_inference_steps=2),
-        pi_batch,
-        observe=pi_observation,
-        units=9,
-        dtensors=93,
-        tolerance=1e-6,
-        reload=False,
-        stubbed=_PI_STUBS,
-    ),
+    replace(_PI0, name="pi05", policy="pi05", build=lambda: pi("pi05", num_inference_steps=2), dtensors=93),
     Case(
         "pi0_fast",
         "pi0_fast",

@@ -1,18 +1,27 @@
 """Policies on Qwen vision-language models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from tests.policies.builds.common import (
     ACTION,
     CAMERA,
+    CHUNK,
     PAD,
+    PADDED,
     STATE,
     WIDTH,
+    WINDOW,
     Batch,
     Case,
     actions,
@@ -24,7 +33,6 @@ from tests.policies.builds.common import (
     word_tokenizer,
 )
 
-CHUNK = 4
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 STATE_TOKEN, ACTION_TOKEN = 254, 255
 _IDS = {
@@ -33,28 +41,29 @@ _IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 
 
-def qwen25(**text_extra: Any) -> dict[str, Any]:
+def qwen25() -> dict[str, Any]:
     """The config of a Qwen2.5-VL of two and two layers, with a tied head."""
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    text |= {"vocab_size": 260, "max_position_embeddings": 512, "rope_parameters": rope} | text_extra
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-    }
-    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1]}
+    text = {**_TEXT, "num_hidden_layers": 2, "vocab_size": 260, "rope_parameters": rope}
+    vision = {**_VISION, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **_IDS}
 
 
@@ -63,28 +72,8 @@ def qwen3(*, vocabulary: int = 260, layers: int = 3) -> Any:
     from transformers import Qwen3VLConfig
 
     rope = {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True, "rope_theta": 10000.0}
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 80,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    text |= {"head_dim": 16, "vocab_size": vocabulary, "max_position_embeddings": 512, "rope_parameters": rope}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-    }
-    vision |= {
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
+    text = {**_TEXT, "num_hidden_layers": layers, "head_dim": 16, "vocab_size": vocabulary, "rope_parameters": rope}
+    vision = {**_VISION, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_IDS)
 
 
@@ -108,15 +97,8 @@ def eo1() -> nn.Module:
     from lerobot.policies.eo1.modeling_eo1 import EO1Policy
     from transformers import Qwen2_5_VLConfig
 
-    window = {
-        "chunk_size": CHUNK,
-        "n_action_steps": CHUNK,
-        "max_state_dim": 8,
-        "max_action_dim": 8,
-        "num_denoise_steps": 2,
-    }
-    vlm = Qwen2_5_VLConfig(**qwen25()).to_dict()
-    config = EO1Config(device="cpu", dtype="float32", vlm_config=vlm, **window, **features(size=(56, 56)))
+    vlm, net = Qwen2_5_VLConfig(**qwen25()).to_dict(), {"dtype": "float32", "num_denoise_steps": 2}
+    config = EO1Config(device="cpu", vlm_config=vlm, **net, **PADDED, **features(size=(56, 56)))
     config.pretrained_path = "local"
     return EO1Policy(config)
 
@@ -132,16 +114,13 @@ def without_actions(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key not in (ACTION, PAD)}
 
 
-def groot(**options: Any) -> nn.Module:
+def groot(*, use_bf16: bool = False, **options: Any) -> nn.Module:
     from lerobot.policies.groot.configuration_groot import GrootConfig
     from lerobot.policies.groot.modeling_groot import GrootPolicy
 
     folder = model_folder("groot-n1.7-small", _write_groot)
-    window = {"chunk_size": CHUNK, "n_action_steps": CHUNK, "max_state_dim": 8, "max_action_dim": 8}
-    config = GrootConfig(
-        device="cpu", base_model_path=str(folder), use_bf16=False, **window, **options, **features(size=(64, 64))
-    )
-    return GrootPolicy(config)
+    net = {"base_model_path": str(folder), "use_bf16": use_bf16} | options
+    return GrootPolicy(GrootConfig(device="cpu", **net, **PADDED, **features(size=(64, 64))))
 
 
 def _write_groot(folder: Path) -> None:
@@ -192,24 +171,30 @@ def wall_x() -> nn.Module:
 
     original = getattr(module, "_original_model", module.Qwen2_5_VLMoEForAction)
     module._original_model = original
-    module.Qwen2_5_VLMoEForAction = loader(lambda: original(_wall_x_config(), processor=_wall_x_processor()))
+    config = wall_x_config(qwen25(), experts=(80, 48), arm=8)
+    module.Qwen2_5_VLMoEForAction = loader(lambda: original(config, processor=_wall_x_processor()))
     original.to_bfloat16_for_selected_params = lambda self: None
-    window = {"chunk_size": CHUNK, "n_action_steps": CHUNK, "max_action_dim": 8, "max_state_dim": 8}
-    policy = module.WallXPolicy(WallXConfig(device="cpu", **window, **features(size=(56, 56))))
+    policy = module.WallXPolicy(WallXConfig(device="cpu", **PADDED, **features(size=(56, 56))))
     policy.preprocess_inputs = lambda batch, **_: dict(batch)
     return policy
 
 
-def _wall_x_config() -> Any:
+def wall_x_config(vlm: dict[str, Any], *, experts: tuple[int, int], arm: int) -> Any:
+    """The config of wall_x on a Qwen2.5-VL.
+
+    Args:
+        experts: their intermediate sizes.
+        arm: number of action dims.
+    """
     from lerobot.policies.wall_x.qwen_model.configuration_qwen2_5_vl import Qwen2_5_VLConfig
     from transformers import Qwen2_5_VLConfig as Base
 
-    base = Base(**qwen25()).to_dict()
-    experts = [{"hidden_size": 64, "intermediate_size": size, "hidden_act": "silu"} for size in (80, 48)]
-    moe = {"num_experts": 2, "experts": experts, "mlp_moe": True, "dim_inputs": [64, 64], "dof_config": {"arm": 8}}
+    base, width = Base(**vlm).to_dict(), vlm["text_config"]["hidden_size"]
+    sizes = [{"hidden_size": width, "intermediate_size": size, "hidden_act": "silu"} for size in experts]
+    moe = {"num_experts": 2, "experts": sizes, "mlp_moe": True, "dim_inputs": [width] * 2, "dof_config": {"arm": arm}}
     text = {key: value for key, value in base["text_config"].items() if key != "model_type"} | moe
     config = Qwen2_5_VLConfig(text_config=text, vision_config=base["vision_config"], tie_word_embeddings=True, **_IDS)
-    config.agent_pos_config = {"arm": 8}
+    config.agent_pos_config = {"arm": arm}
     return config
 
 
@@ -230,6 +215,28 @@ def wall_x_batch(n: int, seed: int) -> Batch:
     masks = {"agent_pos_mask": torch.ones(n, 1, 8), "dof_mask": torch.ones(n, CHUNK, 8)}
     moved = {"proprioception": torch.randn(n, 1, 8, generator=g), "action_chunk": torch.randn(n, CHUNK, 8, generator=g)}
     return {**text, "labels": labels, "moe_token_types": ids == ACTION_TOKEN, **masks, **moved}
+
+
+class _InFp32(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (F.linear, F.scaled_dot_product_attention, F.layer_norm):
+            args, kwargs = tree_map_only(torch.Tensor, _widen, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+@contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """torch's, and one to fp32 as CUDA has it: torch lacks that on CPU, where it would cast nothing."""
+    if dtype != torch.float32:
+        with torch.autocast(device_type, dtype):
+            yield
+        return
+    with torch.autocast(device_type, enabled=False), _InFp32():
+        yield
 
 
 def vla_jepa() -> nn.Module:
@@ -259,6 +266,7 @@ def vla_jepa() -> nn.Module:
         interface._real_model = Qwen3VLForConditionalGeneration
     interface.Qwen3VLForConditionalGeneration = loader(lambda: interface._real_model(qwen3(vocabulary=400, layers=2)))
     module.AutoModel = loader(lambda: VJEPA2Model(video))
+    module._get_autocast_context = _autocast
     module.AutoVideoProcessor = loader(lambda: lambda videos, **_: {"pixel_values_videos": torch.stack(videos)})
     sizes = {"action_hidden_size": 32, "action_num_layers": 2, "action_num_heads": 2, "action_attention_head_dim": 16}
     sizes |= {
@@ -272,9 +280,8 @@ def vla_jepa() -> nn.Module:
         "num_embodied_action_tokens_per_instruction": 4,
         "num_video_frames": 4,
     }
-    window = {"chunk_size": CHUNK, "n_action_steps": CHUNK}
     policy = module.VLAJEPAPolicy(
-        VLAJEPAConfig(device="cpu", torch_dtype="float32", **sizes, **tokens, **window, **features())
+        VLAJEPAConfig(device="cpu", torch_dtype="float32", **sizes, **tokens, **WINDOW, **features())
     )
     interface.Qwen3VLInterface.build_inputs = _jepa_inputs(policy.model)
     return policy
@@ -299,8 +306,20 @@ def jepa_batch(n: int, seed: int) -> Batch:
     return {STATE: torch.randn(n, WIDTH, generator=g), CAMERA: video, "task": ["w1"] * n, **actions(n, CHUNK, g)}
 
 
-_GROOT_STUBS = "GR00T on a Qwen3-VL of three layers from a local folder"
-
+_TUNED = {"tune_llm": True, "tune_visual": True}
+_GROOT = Case(
+    "groot",
+    "groot",
+    groot,
+    groot_batch,
+    observe=lambda n, s: without_actions(groot_batch(n, s)),
+    units=16,
+    dtensors=182,
+    bf16_build=lambda: groot(use_bf16=True),
+    reload=False,
+    ties=1,
+    stubbed="GR00T on a Qwen3-VL of three layers from a local folder",
+)
 CASES = [
     Case(
         "eo1",
@@ -313,31 +332,12 @@ CASES = [
         reload=False,
         ties=1,
     ),
-    Case(
-        "groot",
-        "groot",
-        groot,
-        groot_batch,
-        observe=lambda n, s: without_actions(groot_batch(n, s)),
-        units=16,
-        dtensors=182,
-        bf16=None,
-        reload=False,
-        ties=1,
-        stubbed=_GROOT_STUBS,
-    ),
-    Case(
-        "groot_tuned",
-        "groot",
-        lambda: groot(tune_llm=True, tune_visual=True),
-        groot_batch,
-        observe=lambda n, s: without_actions(groot_batch(n, s)),
-        units=16,
-        dtensors=182,
-        bf16=None,
-        reload=False,
-        ties=1,
-        stubbed=_GROOT_STUBS,
+    _GROOT,
+    replace(
+        _GROOT,
+        name="groot_tuned",
+        build=lambda: groot(**_TUNED),
+        bf16_build=lambda: groot(use_bf16=True, **_TUNED),
     ),
     Case(
         "wall_x",
@@ -360,9 +360,7 @@ CASES = [
         units=14,
         dtensors=216,
         reload=False,
-        # The host opens CUDA's autocast inside, which is none on CPU.
-        bf16=None,
         ties=1,
-        stubbed="Qwen3-VL, V-JEPA2 and their processors",
+        stubbed="Qwen3-VL, V-JEPA2 and their processors; CUDA's autocast to fp32",
     ),
 ]
