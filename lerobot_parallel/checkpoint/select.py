@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from lerobot_parallel.checkpoint import safe_read
+from lerobot_parallel.checkpoint.check import check_resumable
 from lerobot_parallel.checkpoint.commit import restore_replaced
 from lerobot_parallel.checkpoint.layout import (
     CHECKPOINTS_DIR,
@@ -18,7 +18,6 @@ from lerobot_parallel.checkpoint.layout import (
     steps_in,
 )
 from lerobot_parallel.checkpoint.manifest import verify
-from lerobot_parallel.checkpoint.resume import check_resumable, has_sharded_optimizer, has_sharded_weights
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.config.errors import ConfigError
 
@@ -85,11 +84,7 @@ def damage(checkpoint: Checkpoint, *, checksums: bool) -> str | None:
 
 
 def _check_headers(checkpoint: Checkpoint) -> None:
-    """Truncated and missing files of a checkpoint without a manifest show in its metadata."""
-    if has_sharded_weights(checkpoint):
-        safe_read.read_metadata(checkpoint.model_shards)
-    if has_sharded_optimizer(checkpoint):
-        safe_read.read_metadata(checkpoint.optimizer_shards)
+    """Truncated files of a checkpoint without a manifest show in their headers."""
     for path in (checkpoint.model_file, checkpoint.optimizer_file, checkpoint.rng_file):
         if path.is_file():
             try:

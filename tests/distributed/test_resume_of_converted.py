@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from lerobot_parallel.checkpoint.convert import convert
 from lerobot_parallel.checkpoint.layout import Checkpoint
-from lerobot_parallel.checkpoint.resume import check_resumable
+from lerobot_parallel.checkpoint.check import check_resumable
 from lerobot_parallel.config.errors import ConfigError
 from tests.distributed.test_peer import _assert_equal, _full_state, _read_shards
 from tests.support.datasets import PEER_ARGS, copy_peer
