@@ -46,12 +46,20 @@ def _check_weights(checkpoint: Checkpoint, checkpoint_format: str) -> None:
     path = expected[missing[0]].relative_to(checkpoint.path)
     manifest = Manifest.read(checkpoint)
     on_purpose = manifest is not None and path.as_posix() not in manifest.files
+    may_lack = on_purpose or is_spare(checkpoint, expected[missing[0]])
     said = f"lacks {path}, which its config (checkpoint_format={checkpoint_format}) says it has"
     others = [path.relative_to(checkpoint.path) for path in expected.values() if path.is_file()]
-    if not others or not on_purpose:
+    if not others or not may_lack:
         _refuse(checkpoint, said)
     if rank_from_env() == 0:
         logging.warning("%s %s; resuming from %s", checkpoint.path, said, others[0])
+
+
+def is_spare(checkpoint: Checkpoint, path: Path) -> bool:
+    """Whether it is the weights file of a checkpoint whose manifest vouches for shards, which resuming prefers."""
+    manifest = Manifest.read(checkpoint) if path == checkpoint.model_file and has_sharded_weights(checkpoint) else None
+    shards = (checkpoint.model_shards / SHARD_METADATA).relative_to(checkpoint.path)
+    return manifest is not None and shards.as_posix() in manifest.files
 
 
 def _read_late(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[Path]:
