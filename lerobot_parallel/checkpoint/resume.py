@@ -278,6 +278,23 @@ def _as_in(current: Any, value: Any) -> Any:
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
+def load_scaler(scaler: torch.amp.GradScaler | None, checkpoint: Checkpoint) -> None:
+    """Restore the loss scale of fp16; one that the saved run did not have begins anew, and a log line says so."""
+    if scaler is None:
+        return
+    path = checkpoint.scaler_file
+    if not path.is_file():
+        logging.info("%s has no loss scale of fp16, it begins at %g", checkpoint.path, scaler.get_scale())
+        return
+    try:
+        state = json.loads(path.read_bytes())
+        if not all(type(state[name]) in (int, float) for name in scaler.state_dict()):
+            raise TypeError("an entry is no number")
+        scaler.load_state_dict(state)
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(path, f"is no state of a loss scale ({error})") from None
+
+
 def load_scheduler(scheduler: LRScheduler | None, checkpoint: Checkpoint, *, given: Collection[str] = ()) -> None:
     """Restore the scheduler; one that the saved run did not have starts where it stands.
 
