@@ -39,6 +39,7 @@ OPTIMIZER_SHARDS = "optimizer_0"
 OPTIMIZER_FILE = "optimizer_state.safetensors"
 OPTIMIZER_GROUPS = "optimizer_param_groups.json"
 SCHEDULER_FILE = "scheduler_state.json"
+SCALER_FILE = "scaler_state.json"
 RNG_FILE = "rng_state.safetensors"
 STEP_FILE = "training_step.json"
 RANK_RNG_FILES = "rng_state_rank_*.safetensors"
@@ -106,6 +107,10 @@ class Checkpoint:
     @property
     def scheduler_file(self) -> Path:
         return self.training_state / SCHEDULER_FILE
+
+    @property
+    def scaler_file(self) -> Path:
+        return self.training_state / SCALER_FILE
 
     @property
     def rng_file(self) -> Path:

@@ -1,4 +1,4 @@
-"""Resume in two phases: the step before the model is sharded; weights, optimizer and scheduler after."""
+"""The second phase of a resume: weights, optimizer and scheduler, once the model is sharded."""
 
 import json
 import logging
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lerobot_parallel.checkpoint import safe_read
-from lerobot_parallel.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, SHARD_METADATA, Checkpoint
+from lerobot_parallel.checkpoint.check import has_sharded_optimizer, has_sharded_weights
+from lerobot_parallel.checkpoint.layout import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from lerobot_parallel.checkpoint.manifest import Manifest
-from lerobot_parallel.checkpoint.progress import Progress
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.state import (
     canonical_fqn,
@@ -29,66 +29,6 @@ from lerobot_parallel.checkpoint.state import (
     room_for,
     tied_names,
 )
-from lerobot_parallel.config.errors import ConfigError
-from lerobot_parallel.engine.topology import rank_from_env
-
-
-def check_resumable(checkpoint: Checkpoint) -> Progress:
-    """Refuse a directory that cannot be resumed from; reads small files only. Returns how far it had come.
-
-    Raises:
-        ConfigError: a partial or foreign directory, or one that lacks what its own config says it has.
-        CheckpointError: a file that is not what it should be.
-    """
-    for path in (checkpoint.policy_config, checkpoint.train_config, checkpoint.step_file):
-        if not path.is_file():
-            _refuse(checkpoint, f"is no complete checkpoint, {path.relative_to(checkpoint.path)} is missing")
-    _check_weights(checkpoint, _saved_format(checkpoint))
-    if not has_sharded_optimizer(checkpoint) and not checkpoint.optimizer_file.is_file():
-        _refuse(checkpoint, "has no optimizer state")
-    return Progress.read(checkpoint)
-
-
-def _check_weights(checkpoint: Checkpoint, checkpoint_format: str) -> None:
-    """What the config says is there, or what `convert` left on purpose: the manifest knows which shards it deleted."""
-    expected = {"safetensors": checkpoint.model_file, "dcp": checkpoint.model_shards / SHARD_METADATA}
-    missing = [kind for kind in checkpoint_format.split("_") if kind in expected and not expected[kind].is_file()]
-    if not missing or _is_adapter(checkpoint):
-        return
-    path = expected[missing[0]].relative_to(checkpoint.path)
-    manifest = Manifest.read(checkpoint)
-    on_purpose = manifest is not None and path.as_posix() not in manifest.files
-    said = f"lacks {path}, which its config (checkpoint_format={checkpoint_format}) says it has"
-    others = [path.relative_to(checkpoint.path) for path in expected.values() if path.is_file()]
-    if not others or not on_purpose:
-        _refuse(checkpoint, said)
-    if rank_from_env() == 0:
-        logging.warning("%s %s; resuming from %s", checkpoint.path, said, others[0])
-
-
-def _saved_format(checkpoint: Checkpoint) -> str:
-    """The format that the checkpoint's own config claims; the host before its engine knew one only."""
-    try:
-        config = json.loads(checkpoint.train_config.read_bytes())
-        return str(config.get("checkpoint_format", "safetensors"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(checkpoint.train_config, f"is no config ({error})") from None
-
-
-def _is_adapter(checkpoint: Checkpoint) -> bool:
-    return checkpoint.adapter_config.is_file()
-
-
-def _refuse(checkpoint: Checkpoint, problem: str) -> None:
-    raise ConfigError("--config_path", checkpoint.path, problem, "name another checkpoint of the run")
-
-
-def has_sharded_weights(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.model_shards / SHARD_METADATA).is_file()
-
-
-def has_sharded_optimizer(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.optimizer_shards / SHARD_METADATA).is_file()
 
 
 def load_weights(policy: nn.Module, checkpoint: Checkpoint) -> None:
@@ -336,6 +276,23 @@ def _list_changes(unfrozen: list[str], frozen: list[str]) -> None:
 def _as_in(current: Any, value: Any) -> Any:
     """JSON has lists only; betas are a tuple."""
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+
+
+def load_scaler(scaler: torch.amp.GradScaler | None, checkpoint: Checkpoint) -> None:
+    """Restore the loss scale of fp16; one that the saved run did not have begins anew, and a log line says so."""
+    if scaler is None:
+        return
+    path = checkpoint.scaler_file
+    if not path.is_file():
+        logging.info("%s has no loss scale of fp16, it begins at %g", checkpoint.path, scaler.get_scale())
+        return
+    try:
+        state = json.loads(path.read_bytes())
+        if not all(type(state[name]) in (int, float) for name in scaler.state_dict()):
+            raise TypeError("an entry is no number")
+        scaler.load_state_dict(state)
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(path, f"is no state of a loss scale ({error})") from None
 
 
 def load_scheduler(scheduler: LRScheduler | None, checkpoint: Checkpoint, *, given: Collection[str] = ()) -> None:

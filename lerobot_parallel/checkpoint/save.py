@@ -1,5 +1,6 @@
 """Collective save: every rank calls it, the checkpoint appears whole or not at all."""
 
+import json
 import logging
 import shutil
 import threading
@@ -213,6 +214,8 @@ def _write_small_files(run: RunState, progress: Progress, staging: Checkpoint) -
         _write_configs(run, staging)
         if run.scheduler is not None:
             save_scheduler_state(run.scheduler, staging.training_state)
+        if run.scaler is not None:
+            staging.scaler_file.write_text(json.dumps(run.scaler.state_dict(), indent=4) + "\n")
         progress.write(staging)
     return {mine.relative_to(staging.path).as_posix(): digest(mine)}
 

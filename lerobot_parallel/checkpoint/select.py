@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from lerobot_parallel.checkpoint import safe_read
+from lerobot_parallel.checkpoint.check import check_resumable, is_spare
 from lerobot_parallel.checkpoint.commit import restore_replaced
 from lerobot_parallel.checkpoint.layout import (
     CHECKPOINTS_DIR,
@@ -17,8 +17,7 @@ from lerobot_parallel.checkpoint.layout import (
     read_pointer,
     steps_in,
 )
-from lerobot_parallel.checkpoint.manifest import verify
-from lerobot_parallel.checkpoint.resume import check_resumable, has_sharded_optimizer, has_sharded_weights
+from lerobot_parallel.checkpoint.manifest import Problem, verify
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.config.errors import ConfigError
 
@@ -70,7 +69,7 @@ def damage(checkpoint: Checkpoint, *, checksums: bool) -> str | None:
     """What is wrong with a checkpoint, on one line; None for one that can be resumed from."""
     if not checkpoint.is_there:
         return f"has no {PRETRAINED_DIR}"
-    problems = [problem for problem in verify(checkpoint, checksums=checksums) if problem.kind != "extra"]
+    problems = [p for p in verify(checkpoint, checksums=checksums) if not _is_harmless(checkpoint, p)]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return f"{problems[0]}{more}"
@@ -84,12 +83,12 @@ def damage(checkpoint: Checkpoint, *, checksums: bool) -> str | None:
     return None
 
 
+def _is_harmless(checkpoint: Checkpoint, problem: Problem) -> bool:
+    return problem.kind == "extra" or (problem.kind == "missing" and is_spare(checkpoint, problem.path))
+
+
 def _check_headers(checkpoint: Checkpoint) -> None:
-    """Truncated and missing files of a checkpoint without a manifest show in its metadata."""
-    if has_sharded_weights(checkpoint):
-        safe_read.read_metadata(checkpoint.model_shards)
-    if has_sharded_optimizer(checkpoint):
-        safe_read.read_metadata(checkpoint.optimizer_shards)
+    """Truncated files of a checkpoint without a manifest show in their headers."""
     for path in (checkpoint.model_file, checkpoint.optimizer_file, checkpoint.rng_file):
         if path.is_file():
             try:

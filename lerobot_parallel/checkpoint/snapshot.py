@@ -18,7 +18,10 @@ from lerobot_parallel.engine.ranks import is_main
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint is made of. `policy` is unwrapped: sharded, or the module that DDP wraps."""
+    """What a checkpoint is made of. `policy` is unwrapped: sharded, or the module that DDP wraps.
+
+    `scaler` is that of fp16, which scales the loss by what the gradients of the steps before allowed.
+    """
 
     cfg: ParallelTrainPipelineConfig
     policy: nn.Module
@@ -26,6 +29,7 @@ class RunState:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     preprocessor: Any
     postprocessor: Any
+    scaler: torch.amp.GradScaler | None = None
 
     @property
     def sharded(self) -> bool:

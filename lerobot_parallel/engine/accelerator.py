@@ -3,18 +3,17 @@
 import gc
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch.distributed.rendezvous import rendezvous
 
 from lerobot_parallel.config.errors import ConfigError
 from lerobot_parallel.config.runtime import AcceleratorConfig
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.ranks import forget_groups
+from lerobot_parallel.engine.rendezvous import store_arguments
 from lerobot_parallel.engine.topology import rank_from_env
 
 ALLOW_VARIABLE = "LEROBOT_ALLOW_ACCELERATE_ENV"
@@ -102,21 +101,7 @@ def _init_process_group(degrees: Degrees, device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank_from_env())))
         # Host tensors (offloaded shards, agreement between ranks) travel over gloo.
-        dist.init_process_group("cpu:gloo,cuda:nccl", **_fresh_store())
+        dist.init_process_group("cpu:gloo,cuda:nccl", **store_arguments())
     else:
-        dist.init_process_group("gloo", **_fresh_store())
+        dist.init_process_group("gloo", **store_arguments())
     _KEPT.append(dist.group.WORLD)
-
-
-def _fresh_store() -> dict[str, Any]:
-    """After a restart by torchrun, a corner of its store of our own.
-
-    torchrun keeps one store over its restarts (torch 2.11; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is its switch), and
-    in it the addresses of the workers that died: gloo would try to connect to those. Agents on several nodes count
-    their restarts each on its own, so there the switch is the only way.
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return {}
-    store, rank, world_size = next(rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}

@@ -18,7 +18,7 @@ from torch import nn
 
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
-from lerobot_parallel.checkpoint.resume import load_optimizer, load_scheduler, load_weights
+from lerobot_parallel.checkpoint.resume import load_optimizer, load_scaler, load_scheduler, load_weights
 from lerobot_parallel.checkpoint.rng import restore_rng
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.save import Saver
@@ -159,7 +159,8 @@ def _assemble_state(
         given = given_to_optimizer(sys.argv[1:])
         load_optimizer(policy, optimizer, checkpoint, given=given)
         load_scheduler(scheduler, checkpoint, given=given)
-    return RunState(cfg, policy, optimizer, scheduler, preprocessor, postprocessor), report
+        load_scaler(accelerator.scaler, checkpoint)
+    return RunState(cfg, policy, optimizer, scheduler, preprocessor, postprocessor, accelerator.scaler), report
 
 
 def _agreed_checkpoint(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resumed: Progress) -> Checkpoint:

@@ -15,9 +15,9 @@ from lerobot.configs import parser
 from lerobot.jobs import submit_to_hf
 from yaml import YAMLError
 
+from lerobot_parallel.checkpoint.check import check_resumable
 from lerobot_parallel.checkpoint.layout import Checkpoint
 from lerobot_parallel.checkpoint.progress import Progress
-from lerobot_parallel.checkpoint.resume import check_resumable
 from lerobot_parallel.checkpoint.safe_read import CheckpointError
 from lerobot_parallel.checkpoint.save import SaveError
 from lerobot_parallel.config.errors import ConfigError
@@ -30,7 +30,7 @@ from lerobot_parallel.plans.registry import check_plan_exists
 from lerobot_parallel.training.arguments import apply_given_preset, settle_checkpoint
 from lerobot_parallel.training.assemble import assemble
 from lerobot_parallel.training.loop import train_loop
-from lerobot_parallel.training.preflight import check_files, check_names, check_trainable, trained_class
+from lerobot_parallel.training.preflight import check_names, check_trainable, trained_class
 from lerobot_parallel.training.publish import publish_trained_model
 from lerobot_parallel.training.start_log import log_start
 
@@ -166,7 +166,6 @@ def _check_checkpoint(cfg: ParallelTrainPipelineConfig) -> Progress:
     cfg.checkpoint_path = Path(cfg.checkpoint_path).resolve()
     checkpoint = Checkpoint(cfg.checkpoint_path)
     progress = check_resumable(checkpoint)
-    check_files(checkpoint, processors=not cfg.is_reward_model_training)
     cfg.trainable_config.pretrained_path = (
         checkpoint.pretrained
         if cfg.policy is not None and not cfg.is_reward_model_training

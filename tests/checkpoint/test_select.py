@@ -80,6 +80,34 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(run: Path, damage: str):
         assert "\n" not in str(refused.value) and "--config_path" in str(refused.value)
 
 
+LACKING: dict[str, Callable[[layout.Checkpoint], None]] = {
+    "a processor": lambda c: (c.pretrained / "policy_postprocessor.json").unlink(),
+    "the statistics of a processor": lambda c: _state_file(c).unlink(),
+    "the groups of the optimizer": lambda c: c.optimizer_groups.unlink(),
+    "what says the steps of a processor": lambda c: (c.pretrained / "policy_preprocessor.json").write_text('{"steps": 3}'),
+}
+
+
+def _state_file(checkpoint: layout.Checkpoint) -> Path:
+    return next(checkpoint.pretrained.glob("policy_preprocessor_step_*.safetensors"))
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_file_that_resuming_reads_late_is_missed_without_a_manifest_too(tmp_path: Path, lacking: str):
+    folder = copy_peer(tmp_path) / "host1"
+    shutil.copytree(folder / "000004", folder / "checkpoints/000004")
+    shutil.copytree(folder / "000004", folder / "checkpoints/000008")
+    newest = layout.Checkpoint(folder / "checkpoints/000008")
+    (folder / "checkpoints/last").symlink_to("000008")
+    LACKING[lacking](newest)
+    said: list[str] = []
+    found = resolve(folder / "checkpoints/last", checksums=True, say=said.append)
+    assert found.path.name == "000004"
+    assert "000008 is damaged or incomplete" in said[0] and "falling back to" in said[1]
+    with pytest.raises(ConfigError, match="is damaged or incomplete"):
+        resolve(newest.path, checksums=True, say=pytest.fail)
+
+
 def test_good_ones_are_taken_without_a_word(run: Path):
     assert resolve(_step(run, 1).train_config, checksums=True, say=pytest.fail).path == _step(run, 1).path
     for choice in CHOICES:

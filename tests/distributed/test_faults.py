@@ -24,14 +24,15 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _count(folder: Path, ranks: int) -> list[str]:
-    """The points of saving step 2 beside step 1, on this rank; leaves step 1 and the points' kinds behind."""
+def _count(folder: Path, ranks: int) -> tuple[list[str], int]:
+    """The kinds of the points of saving step 2 beside step 1, and over itself, on this rank; how many the first has."""
     run = toy_run(folder, **_sharded(ranks))
     save_toy(run, 1, ranks)
     with injected(Points(), folder) as points:
         save_toy(run, 2, ranks)
+        first = len(points.kinds)
         save_toy(run, 2, ranks)
-    return points.kinds
+    return points.kinds, first
 
 
 def _save_and_die(folder: Path, ranks: int, at: int, victim: int | None, own: dict) -> None:
@@ -87,7 +88,7 @@ KILLS = {
 def test_kill_9_at_any_point_of_a_save_costs_that_save_at_most(tmp_path: Path, warmed: None, case: str):
     ranks, victim, count, own = KILLS[case]
     base = tmp_path / "base"
-    kinds = run_world(_count, ranks, base, ranks, init=ranks > 1)[victim or 0]
+    kinds, _ = run_world(_count, ranks, base, ranks, init=ranks > 1)[victim or 0]
     shutil.rmtree(base / "checkpoints/000002")
     (base / "checkpoints/last").unlink()
     (base / "checkpoints/last").symlink_to("000001")
@@ -131,9 +132,8 @@ def _fill_disk_everywhere(folder: Path, ranks: int, own: dict, choose: list[int]
 @pytest.mark.parametrize("own", [{}, {"async_save": True}], ids=["sync", "async"])
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 def test_full_disk_at_any_write_is_said_on_every_rank(tmp_path: Path, warmed: None, ranks: int, victim: int, own: dict):
-    kinds = run_world(_count, ranks, tmp_path / "run", ranks, init=ranks > 1)[victim]
-    # The second save is another one's business: up to its first directory.
-    first = kinds[: kinds.index("mkdir", len(kinds) // 2)]
+    kinds, count = run_world(_count, ranks, tmp_path / "run", ranks, init=ranks > 1)[victim]
+    first = kinds[:count]
     writes = [at for at, kind in enumerate(first) if kind in ("write", "safetensors", "fsync")]
     choose = writes[:: max(1, len(writes) // 25)]
     results = run_world(

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lerobot_parallel.checkpoint.convert import convert
+from lerobot_parallel.checkpoint.convert import convert, to_dcp
 from lerobot_parallel.checkpoint.layout import Checkpoint
-from lerobot_parallel.checkpoint.resume import check_resumable
+from lerobot_parallel.checkpoint.check import check_resumable
+from lerobot_parallel.checkpoint.select import resolve
 from lerobot_parallel.config.errors import ConfigError
 from tests.distributed.test_peer import _assert_equal, _full_state, _read_shards
 from tests.support.datasets import PEER_ARGS, copy_peer
@@ -38,6 +39,24 @@ def test_weights_and_optimizer_are_those_saved_and_the_log_says_where_from(peer:
         for found, found_optimizer, _ in inspected_run([*resume, *topology], nprocs, peer, _full_state):
             _assert_equal(found, weights)
             _assert_equal(found_optimizer, optimizer)
+
+
+@pytest.mark.parametrize("flags", [["--parallelism.dp_shard=2"], ALONE], ids=["fsdp2", "ddp2"])
+def test_shards_made_of_a_weights_file_serve_without_it(peer: Path, flags: list[str]) -> None:
+    traced_training([*PEER_ARGS, *flags, "--checkpoint_format=safetensors", "--output_dir=mine"], 2, peer)
+    checkpoint = Checkpoint(peer / "mine/checkpoints/000004")
+    resume = ["--resume=true", f"--config_path={checkpoint.train_config}", "--output_dir=out"]
+    (_, optimizer, _), *_ = inspected_run([*resume, *ALONE], 1, peer, _full_state)
+    weights = load_file(checkpoint.model_file)
+    to_dcp(checkpoint.path)
+    checkpoint.model_file.unlink()
+    for nprocs, topology in ((2, ["--parallelism.dp_shard=2"]), (1, ALONE)):
+        for found, found_optimizer, _ in inspected_run([*resume, *topology], nprocs, peer, _full_state):
+            _assert_equal(found, weights)
+            _assert_equal(found_optimizer, optimizer)
+    (next(checkpoint.model_shards.glob("*.distcp"))).unlink()
+    with pytest.raises(ConfigError, match="is damaged or incomplete"):
+        resolve(checkpoint.path, checksums=False, say=pytest.fail)
 
 
 def test_without_a_manifest_a_checkpoint_must_have_what_its_config_says(peer: Path) -> None:

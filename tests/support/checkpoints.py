@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.toy import TOY_PLAN, make_toy, toy_batch
+from tests.support.toy import TOY_PLAN, make_toy, make_toy_nasty_pre_post_processors, toy_batch
 
 
 def toy_run(
@@ -31,7 +31,7 @@ def toy_run(
     if dp_shard > 1:
         _shard(policy, dp_shard)
     optimizer = torch.optim.AdamW(policy.get_optim_params(), lr=1e-2)
-    run = RunState(cfg, policy, optimizer, None, None, None)
+    run = RunState(cfg, policy, optimizer, None, *make_toy_nasty_pre_post_processors(policy.config))
     for step in range(steps):
         take_step(run, seed=step)
     return run
