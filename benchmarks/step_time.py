@@ -84,7 +84,8 @@ def make_dataset(root: Path) -> None:
 
     sizes = {"observation.state": 14, "observation.environment_state": 8, "action": 14}
     features = {
-        name: {"dtype": "float32", "shape": (size,), "names": [f"{i}" for i in range(size)]} for name, size in sizes.items()
+        name: {"dtype": "float32", "shape": (size,), "names": [f"{i}" for i in range(size)]}
+        for name, size in sizes.items()
     }
     dataset = LeRobotDataset.create("local/bench", fps=10, features=features, root=root, use_videos=False)
     draw = np.random.default_rng(0)

@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     }
     batch = batch_of(args.batch, args.chunk, args.device)
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in policies}
-    for name, policy in policies.items():
+    for policy in policies.values():
         for _ in range(WARMUP):
             step(policy, batch, args.device)
     for index in range(args.rounds):

@@ -107,7 +107,9 @@ class Saver:
         _write(job)
         job.stall_s = time.perf_counter() - began
         self._finish()
-        self._remover = threading.Thread(target=commit.remove, args=(job.doomed,), name="checkpoint-remover", daemon=True)
+        self._remover = threading.Thread(
+            target=commit.remove, args=(job.doomed,), name="checkpoint-remover", daemon=True
+        )
         self._remover.start()
         return job.target
 

@@ -66,7 +66,8 @@ def _paragraph(measured: "PlanReport") -> str:
         "coverage": f"{measured.coverage:.1%} of the parameters are in units",
         "largest unit": f"{measured.largest_unit:,} ({measured.largest_unit_name})",
         "root": f"{measured.root:,}",
-        "per rank": f"{_gib(measured.per_rank_bytes)} of weights, gradients and AdamW state at dp_shard={measured.dp_shard}",
+        "per rank": f"{_gib(measured.per_rank_bytes)} of weights, gradients and AdamW state "
+        f"at dp_shard={measured.dp_shard}",
         "gathered": f"{_gib(measured.gathered_bytes)} more for the root and the largest unit in bf16",
     }
     return "\n".join(f"{name:<13} {value}" for name, value in rows.items())

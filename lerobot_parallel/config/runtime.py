@@ -93,7 +93,12 @@ def check_runtime(runtime: AcceleratorConfig, *, sharded: bool, device: str) -> 
     _check_precision(runtime.mixed_precision, sharded=sharded, device=device)
     steps = runtime.gradient_accumulation.steps
     if steps < 1:
-        raise ConfigError("--accelerator.gradient_accumulation.steps", steps, "at least one micro-batch makes an update", "use 1 or more")
+        raise ConfigError(
+            "--accelerator.gradient_accumulation.steps",
+            steps,
+            "at least one micro-batch makes an update",
+            "use 1 or more",
+        )
     _check_fsdp(runtime.fsdp)
     _check_unit_transforms(runtime, sharded=sharded)
 
@@ -117,15 +122,22 @@ def _check_fsdp(fsdp: FSDPConfig) -> None:
             "give one of the two",
         )
     if fsdp.wrap_modules is not None and not fsdp.wrap_modules:
-        raise ConfigError("--accelerator.fsdp.wrap_modules", "[]", "names no class", "name at least one or leave it out")
+        raise ConfigError(
+            "--accelerator.fsdp.wrap_modules", "[]", "names no class", "name at least one or leave it out"
+        )
     if fsdp.min_num_params is not None and fsdp.min_num_params < 1:
-        raise ConfigError("--accelerator.fsdp.min_num_params", fsdp.min_num_params, "a unit has parameters", "use 1 or more")
+        raise ConfigError(
+            "--accelerator.fsdp.min_num_params", fsdp.min_num_params, "a unit has parameters", "use 1 or more"
+        )
     if fsdp.ignored_modules is not None:
         try:
             re.compile(fsdp.ignored_modules)
         except re.error as error:
             raise ConfigError(
-                "--accelerator.fsdp.ignored_modules", fsdp.ignored_modules, f"not a regular expression ({error})", "mend it"
+                "--accelerator.fsdp.ignored_modules",
+                fsdp.ignored_modules,
+                f"not a regular expression ({error})",
+                "mend it",
             ) from None
 
 

@@ -82,7 +82,11 @@ def resolve_degrees(parallelism: ParallelismConfig, world_size: int) -> Degrees:
 
 def _other_product(replicate: int, shard: int, world_size: int) -> ConfigError:
     name, degree = ("dp_shard", shard) if shard > 1 else ("dp_replicate", replicate)
-    fits = "use --parallelism.dp_shard=-1" if world_size % replicate == 0 else f"choose degrees whose product is {world_size}"
+    fits = (
+        "use --parallelism.dp_shard=-1"
+        if world_size % replicate == 0
+        else f"choose degrees whose product is {world_size}"
+    )
     return ConfigError(
         f"--parallelism.{name}",
         degree,
@@ -119,5 +123,8 @@ def _refuse_reserved(parallelism: ParallelismConfig) -> None:
         raise ConfigError("--parallelism.cfg_parallel", parallelism.cfg_parallel, "only 1 and 2 exist", "use 1")
     if parallelism.cfg_parallel == 2:
         raise ConfigError(
-            "--parallelism.cfg_parallel", 2, "classifier-free guidance has two branches at inference only", "train with 1"
+            "--parallelism.cfg_parallel",
+            2,
+            "classifier-free guidance has two branches at inference only",
+            "train with 1",
         )

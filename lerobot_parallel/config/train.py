@@ -171,7 +171,10 @@ def _known(cls: type, data: dict[str, Any], prefix: str, path: Path, dropped: li
             dropped.append(f"{prefix}{key}")
         else:
             raise ConfigError(
-                "--config_path", path, f"its key {prefix}{key}={value!r} is unknown to this host", "remove the key or update lerobot"
+                "--config_path",
+                path,
+                f"its key {prefix}{key}={value!r} is unknown to this host",
+                "remove the key or update lerobot",
             )
     return known
 

@@ -132,7 +132,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
 
 
 def _mesh_device(device_type: str) -> torch.device:
-    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    return (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
 
 
 def _sum_of_squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:

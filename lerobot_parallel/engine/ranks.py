@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-
 # An upload, a rollout or a slow disk may take longer than the 10 or 30 minutes of torch's groups. Whoever waits for a
 # rank that dies hears of it at once all the same: its connections close.
 _PATIENCE = timedelta(days=7)

@@ -131,13 +131,15 @@ def _fp32_norms(policy: nn.Module, device_type: str) -> set[str]:
 
 
 def ignored_parameters(policy: nn.Module, pattern: str | None) -> set[nn.Parameter]:
-    """Parameters that every rank keeps whole: those of the user's modules, and 0-dim ones, which have no dim to shard."""
+    """Parameters that every rank keeps whole: those of the user's modules, and 0-dim ones, which no dim shards."""
     ignored = {p for p in policy.parameters() if p.dim() == 0}
     if pattern is None:
         return ignored
     modules = [module for name, module in policy.named_modules() if name and re.search(pattern, name)]
     if not modules:
-        raise ConfigError("--accelerator.fsdp.ignored_modules", pattern, "matches no module name", "mend the expression")
+        raise ConfigError(
+            "--accelerator.fsdp.ignored_modules", pattern, "matches no module name", "mend the expression"
+        )
     return ignored | {p for module in modules for p in module.parameters()}
 
 

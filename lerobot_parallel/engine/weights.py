@@ -50,7 +50,11 @@ def empty_parameters() -> Iterator[None]:
 
         return apply(module, keep_meta, recurse)
 
-    nn.Module.register_parameter, nn.Module.register_buffer, nn.Module._apply = register_empty, register_real, apply_empty
+    nn.Module.register_parameter, nn.Module.register_buffer, nn.Module._apply = (
+        register_empty,
+        register_real,
+        apply_empty,
+    )
     try:
         with _MetaWins():
             yield

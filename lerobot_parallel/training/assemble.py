@@ -35,8 +35,8 @@ from lerobot_parallel.engine.sharding import ShardReport, shard_policy
 from lerobot_parallel.engine.topology import build_mesh
 from lerobot_parallel.engine.units import needs_units, transform_units
 from lerobot_parallel.plans import registry
-from lerobot_parallel.training.arguments import given_to_optimizer, log_differences
 from lerobot_parallel.plans.plan import ResolvedPlan
+from lerobot_parallel.training.arguments import given_to_optimizer, log_differences
 from lerobot_parallel.training.data import DataOrder, held_out_subset, make_datasets, make_loader, make_order
 from lerobot_parallel.training.policy import build_policy, make_processors
 
@@ -172,7 +172,9 @@ def _agreed_checkpoint(cfg: ParallelTrainPipelineConfig, degrees: Degrees, resum
     checkpoint = Checkpoint(cfg.checkpoint_path)
     log_differences(cfg, json.loads(checkpoint.train_config.read_bytes()), sys.argv[1:])
     if difference := resumed.difference(degrees):
-        logging.warning("resuming on another topology: %s; weights and optimizer state are those saved, noise is not", difference)
+        logging.warning(
+            "resuming on another topology: %s; weights and optimizer state are those saved, noise is not", difference
+        )
     return checkpoint
 
 

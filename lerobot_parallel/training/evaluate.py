@@ -75,7 +75,12 @@ def _log_rollouts(run: Run, info: dict) -> None:
         "eval_s": AverageMeter("eval_s", ":.3f"),
     }
     tracker = MetricsTracker(
-        run.cfg.batch_size, run.dataset.num_frames, run.dataset.num_episodes, meters, initial_step=run.step, accelerator=run.accelerator
+        run.cfg.batch_size,
+        run.dataset.num_frames,
+        run.dataset.num_episodes,
+        meters,
+        initial_step=run.step,
+        accelerator=run.accelerator,
     )
     for name in meters:
         setattr(tracker, name, overall.pop(name))

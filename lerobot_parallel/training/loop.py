@@ -21,8 +21,8 @@ from lerobot_parallel.training.assemble import Run, start_noise
 from lerobot_parallel.training.data import draw_as_the_host, endless, to_float_images
 from lerobot_parallel.training.evaluate import evaluate_in_environment, held_out_loss
 from lerobot_parallel.training.metrics import StepMetrics
-from lerobot_parallel.training.publish import upload_checkpoint
 from lerobot_parallel.training.preemption import stop_requests
+from lerobot_parallel.training.publish import upload_checkpoint
 
 
 def train_loop(run: Run) -> bool:

@@ -18,7 +18,9 @@ from lerobot_parallel.config.train import ParallelTrainPipelineConfig
 from lerobot_parallel.engine.weights import empty_parameters
 
 
-def build_policy(cfg: ParallelTrainPipelineConfig, ds_meta: Any, *, sharded: bool, weights_follow: bool, is_main: bool) -> nn.Module:
+def build_policy(
+    cfg: ParallelTrainPipelineConfig, ds_meta: Any, *, sharded: bool, weights_follow: bool, is_main: bool
+) -> nn.Module:
     """The policy or reward model, with adapters where the config wants them.
 
     Under sharding it is built in host memory, and with weights on rank 0 only: the others get theirs from it.
@@ -42,7 +44,9 @@ def _build_empty(cfg: ParallelTrainPipelineConfig, ds_meta: Any) -> nn.Module:
         with empty_parameters(), _no_weight_files():
             return make_policy(cfg=cfg.policy, ds_meta=ds_meta, rename_map=cfg.rename_map)
     except Exception as error:
-        logging.warning("the policy cannot be built without weights (%s: %s), building it whole", type(error).__name__, error)
+        logging.warning(
+            "the policy cannot be built without weights (%s: %s), building it whole", type(error).__name__, error
+        )
         return make_policy(cfg=cfg.policy, ds_meta=ds_meta, rename_map=cfg.rename_map)
 
 
@@ -84,12 +88,17 @@ def _build_reward_model(cfg: ParallelTrainPipelineConfig, ds_meta: Any) -> nn.Mo
     model = make_reward_model(cfg=cfg.reward_model, dataset_stats=ds_meta.stats, dataset_meta=ds_meta)
     if not model.is_trainable:
         raise ConfigError(
-            "--reward_model.type", cfg.reward_model.type, "is zero-shot and has nothing to train", "use its compute_reward() as it is"
+            "--reward_model.type",
+            cfg.reward_model.type,
+            "is zero-shot and has nothing to train",
+            "use its compute_reward() as it is",
         )
     return model
 
 
-def make_processors(cfg: ParallelTrainPipelineConfig, policy: nn.Module, ds_meta: Any, device: torch.device) -> tuple[Any, Any]:
+def make_processors(
+    cfg: ParallelTrainPipelineConfig, policy: nn.Module, ds_meta: Any, device: torch.device
+) -> tuple[Any, Any]:
     """Pre- and postprocessor: the checkpoint's statistics on resume, the dataset's otherwise.
 
     The host never reads a saved processor of a reward model. Its own loop resumes one without any statistics.
@@ -110,16 +119,24 @@ def make_processors(cfg: ParallelTrainPipelineConfig, policy: nn.Module, ds_meta
     )
 
 
-def _processor_overrides(cfg: ParallelTrainPipelineConfig, config: Any, ds_meta: Any, device: torch.device) -> dict[str, Any]:
+def _processor_overrides(
+    cfg: ParallelTrainPipelineConfig, config: Any, ds_meta: Any, device: torch.device
+) -> dict[str, Any]:
     """What a saved processor must take from this run: device, features, names, and statistics but for resume."""
     stats = {} if cfg.resume else {"stats": ds_meta.stats}
     norm_map = config.normalization_mapping
     pre: dict[str, Any] = {
         "device_processor": {"device": device.type},
-        "normalizer_processor": {"features": {**config.input_features, **config.output_features}, "norm_map": norm_map, **stats},
+        "normalizer_processor": {
+            "features": {**config.input_features, **config.output_features},
+            "norm_map": norm_map,
+            **stats,
+        },
         "rename_observations_processor": {"rename_map": cfg.rename_map},
     }
-    post: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, "norm_map": norm_map, **stats}}
+    post: dict[str, Any] = {
+        "unnormalizer_processor": {"features": config.output_features, "norm_map": norm_map, **stats}
+    }
     if getattr(config, "use_relative_actions", False):
         pre["relative_actions_processor"] = {
             "enabled": True,

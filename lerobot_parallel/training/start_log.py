@@ -21,7 +21,13 @@ def log_start(run: Run) -> None:
     logging.info("Output dir: %s", cfg.output_dir)
     logging.info("steps: %d (%s)", cfg.steps, format_big_number(cfg.steps))
     logging.info("frames: %d, episodes: %d", run.dataset.num_frames, run.dataset.num_episodes)
-    logging.info("learnable parameters: %d (%s), all: %d (%s)", learnable, format_big_number(learnable), total, format_big_number(total))
+    logging.info(
+        "learnable parameters: %d (%s), all: %d (%s)",
+        learnable,
+        format_big_number(learnable),
+        total,
+        format_big_number(total),
+    )
     logging.info("\n%s", topology_table(run))
     if run.report is not None:
         logging.info("%s", run.report)
@@ -69,4 +75,6 @@ def _precision(run: Run) -> str:
     mixed = run.cfg.accelerator.mixed_precision
     if mixed == "no":
         return f"parameters {', '.join(dtypes)}, no autocast"
-    return f"parameters {', '.join(dtypes)}, autocast {mixed}" + (", gradients reduced in float32" if run.degrees.sharded else "")
+    return f"parameters {', '.join(dtypes)}, autocast {mixed}" + (
+        ", gradients reduced in float32" if run.degrees.sharded else ""
+    )

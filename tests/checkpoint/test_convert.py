@@ -58,7 +58,14 @@ def random(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def tensors() -> dict[str, torch.Tensor]:
     """Every dtype, in sizes that 2, 3 and 4 ranks divide and do not divide, smaller than the world, empty and 0-d."""
     made = {f"{dtype}".removeprefix("torch."): random((7, 3), dtype) for dtype in DTYPES}
-    sizes = {"even": (12, 2), "one_row": (1, 5), "two_rows": (2, 3), "flat": (10,), "deep": (5, 2, 3, 2), "empty": (0, 4)}
+    sizes = {
+        "even": (12, 2),
+        "one_row": (1, 5),
+        "two_rows": (2, 3),
+        "flat": (10,),
+        "deep": (5, 2, 3, 2),
+        "empty": (0, 4),
+    }
     made |= {name: random(size, torch.float32) for name, size in sizes.items()}
     made |= {f"scalar.{dtype}": random((), dtype) for dtype in DTYPES}
     made |= {name: random((3,), torch.float32) for name in ODD_NAMES}
@@ -85,9 +92,7 @@ def sharded(tensor: torch.Tensor, mesh: object, placements: list) -> DTensor:
         pieces = local_pieces(local, placements[axis].dim, mesh.size(axis))
         rank = mesh.get_local_rank(axis)
         local = pieces[rank] if rank < len(pieces) else local.narrow(placements[axis].dim, 0, 0)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def place_fsdp(name: str, tensor: torch.Tensor) -> object:
@@ -430,7 +435,13 @@ class TestLayout:
         forms += [checkpoint.pretrained, checkpoint.train_config, checkpoint.model_shards, str(last)]
         forms += [last / "pretrained_model" / "train_config.json", last / "pretrained_model" / "pytorch_model_fsdp_0"]
         assert {layout.locate(form).path.resolve() for form in forms} == {checkpoint.path.resolve()}
-        for inside in (tmp_path, tmp_path / "checkpoints", checkpoint.path, checkpoint.pretrained, checkpoint.model_shards):
+        for inside in (
+            tmp_path,
+            tmp_path / "checkpoints",
+            checkpoint.path,
+            checkpoint.pretrained,
+            checkpoint.model_shards,
+        ):
             monkeypatch.chdir(inside)
             assert layout.locate(".").path.resolve() == checkpoint.path.resolve(), inside
         assert layout.locate("..").path.resolve() == checkpoint.path.resolve()

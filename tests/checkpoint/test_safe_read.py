@@ -166,7 +166,9 @@ def test_a_pickle_cannot_change_the_classes_it_names(shards: Path) -> None:
     assert callable(Metadata.__init__) and Metadata({}).state_dict_metadata == {}
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"not a pickle", b"\x80\x04N.", b"\x80\x04]" + b"]" * 5, b"\0" * 99])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04", b"not a pickle", b"\x80\x04N.", b"\x80\x04]" + b"]" * 5, b"\0" * 99]
+)
 def test_garbage_is_an_error_that_names_the_file(shards: Path, data: bytes) -> None:
     (shards / ".metadata").write_bytes(data)
     assert str(shards / ".metadata") in refusal(shards)

@@ -84,7 +84,9 @@ LACKING: dict[str, Callable[[layout.Checkpoint], None]] = {
     "a processor": lambda c: (c.pretrained / "policy_postprocessor.json").unlink(),
     "the statistics of a processor": lambda c: _state_file(c).unlink(),
     "the groups of the optimizer": lambda c: c.optimizer_groups.unlink(),
-    "what says the steps of a processor": lambda c: (c.pretrained / "policy_preprocessor.json").write_text('{"steps": 3}'),
+    "what says the steps of a processor": lambda c: (c.pretrained / "policy_preprocessor.json").write_text(
+        '{"steps": 3}'
+    ),
 }
 
 

@@ -59,7 +59,11 @@ def test_demo_leaves_what_it_says_where_it_says(played: tuple[Path, CommandResul
     folder, result = played
     paths = {name: Path(path) for name, path in json.loads(result.stdout)["paths"].items()}
     steps = folder / "run" / "checkpoints"
-    assert paths == {"policy": steps / "000040" / "pretrained_model", "dataset": folder / "dataset", "logs": folder / "logs"}
+    assert paths == {
+        "policy": steps / "000040" / "pretrained_model",
+        "dataset": folder / "dataset",
+        "logs": folder / "logs",
+    }
     weights = load_file(paths["policy"] / "model.safetensors")
     facts = {stage["name"]: stage["facts"] for stage in json.loads(result.stdout)["stages"]}
     assert sum(weight.numel() for weight in weights.values()) == pytest.approx(facts["train"]["parameters"], rel=0.02)
@@ -148,7 +152,9 @@ def test_tail_of_a_log_is_what_went_wrong_without_the_noise_around_it() -> None:
         "'torchcodec' is installed but cannot be loaded (see above). Falling back to 'pyav' as a default decoder.\n"
     )
     bar = "".join(f"\rTraining: {done}%" for done in range(100))
-    launcher = "E1130 14:43:37 9 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\n"
+    launcher = (
+        "E1130 14:43:37 9 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\n"
+    )
     log = f"{noise}start\n{bar}\n{noise}NameError: x\r\n\n{launcher}"
     assert demo._tail(log) == "start\nTraining: 99%\nNameError: x"
     long = "\n".join(map(str, range(500)))

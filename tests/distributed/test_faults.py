@@ -36,7 +36,7 @@ def _count(folder: Path, ranks: int) -> tuple[list[str], int]:
 
 
 def _save_and_die(folder: Path, ranks: int, at: int, victim: int | None, own: dict) -> None:
-    """Saves step 2, then step 2 again; at a point of the victim's it dies alone, or (None: at one of rank 0's) with all."""
+    """Saves step 2 twice; at a point of the victim's it dies alone, or (None: at one of rank 0's) with all."""
     run = toy_run(folder, steps=2, **_sharded(ranks), **own)
     pids = [os.getpid()] * ranks
     if dist.is_initialized():

@@ -219,7 +219,9 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters_norms_and_loss(world: Call
     expected = reference(batches, 1)
     for body in ("float32", "bfloat16"):
         for result in world(engine(ENGINES["fsdp2"], batches, 1, precision="bf16", body_dtype=body), 2):
-            assert {t.dtype for t in result["state"].values() if t.is_floating_point()} - {torch.float32} <= {torch.bfloat16}
+            assert {t.dtype for t in result["state"].values() if t.is_floating_point()} - {torch.float32} <= {
+                torch.bfloat16
+            }
             assert result["state"]["out.weight"].dtype == torch.float32
             assert all(dtype == torch.float32 for _, dtype in result["losses"])
             # A policy that keeps norms in fp32 beside a bf16 body means it; one that is fp32 all over does not.
@@ -252,7 +254,12 @@ def _infer(degrees: Degrees, precision: str) -> list[Any]:
     policy = make_toy(seed=dist.get_rank())
     plan = resolve_plan(PLAN, policy, source="test")
     shard_policy(
-        policy, plan, mesh=build_mesh(degrees, "cpu"), runtime=runtime, device=accelerator.device, autocast=accelerator.autocast
+        policy,
+        plan,
+        mesh=build_mesh(degrees, "cpu"),
+        runtime=runtime,
+        device=accelerator.device,
+        autocast=accelerator.autocast,
     )
     policy.eval()
     actions = [policy.select_action(toy_batch(2)) for _ in range(3)]

@@ -64,13 +64,17 @@ def test_one_process_reaches_the_hosts_own_run(peer: Path):
 def test_resume_on_two_ranks_reaches_the_other_softwares_step_8(peer: Path):
     traces = traced_training([*_resume("fsdp2"), "--checkpoint_format=safetensors_dcp"], 2, peer)
     _assert_traces(traces, peer, "fsdp2", first=4)
-    _assert_weights(peer / "out/checkpoints/000008/pretrained_model/model.safetensors", peer / "fsdp2/step8.safetensors")
+    _assert_weights(
+        peer / "out/checkpoints/000008/pretrained_model/model.safetensors", peer / "fsdp2/step8.safetensors"
+    )
 
 
 def test_resume_of_the_hosts_checkpoint_in_one_process_reaches_step_8(peer: Path):
     traces = traced_training([*_resume("host1"), "--accelerator.mixed_precision=no"], 1, peer)
     _assert_traces(traces, peer, "host1", first=4)
-    _assert_weights(peer / "out/checkpoints/000008/pretrained_model/model.safetensors", peer / "host1/step8.safetensors")
+    _assert_weights(
+        peer / "out/checkpoints/000008/pretrained_model/model.safetensors", peer / "host1/step8.safetensors"
+    )
 
 
 TOPOLOGIES = {

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from lerobot_parallel.checkpoint.check import check_resumable
 from lerobot_parallel.checkpoint.convert import convert, to_dcp
 from lerobot_parallel.checkpoint.layout import Checkpoint
-from lerobot_parallel.checkpoint.check import check_resumable
 from lerobot_parallel.checkpoint.select import resolve
 from lerobot_parallel.config.errors import ConfigError
 from tests.distributed.test_peer import _assert_equal, _full_state, _read_shards
@@ -23,7 +23,9 @@ def peer(tmp_path: Path, warmed: None) -> Path:
 ALONE = ["--parallelism.dp_shard=1", "--checkpoint_format=safetensors"]
 
 
-def test_weights_and_optimizer_are_those_saved_and_the_log_says_where_from(peer: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_and_optimizer_are_those_saved_and_the_log_says_where_from(
+    peer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flags = ["--parallelism.dp_shard=2", "--checkpoint_format=dcp", "--output_dir=mine"]
     traced_training([*PEER_ARGS, *flags], 2, peer)
     checkpoint = Checkpoint(peer / "mine/checkpoints/000004")

@@ -28,7 +28,10 @@ def _train_under_the_hosts_fsdp(checkpoint: Path) -> tuple[State, State]:
     config = ACTConfig.from_pretrained(pretrained)
     policy = ACTPolicy.from_pretrained(pretrained, config=config).train()
     whole = fsdp.FullyShardedDataParallel(
-        policy, auto_wrap_policy=ModuleWrapPolicy({ACTEncoderLayer}), use_orig_params=True, device_id=torch.device("cpu")
+        policy,
+        auto_wrap_policy=ModuleWrapPolicy({ACTEncoderLayer}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.AdamW(policy.get_optim_params(), lr=1e-3)
     torch.manual_seed(dist.get_rank())

@@ -104,7 +104,9 @@ def _batches_and_start(run: Any, batch: dict) -> dict[str, Any]:
 def test_windows_run_on_across_epochs_and_equal_large_batches(dataset: Path, tmp_path: Path, topology: str):
     """30 frames in batches of 3: an epoch ends inside a window of 4 in every topology."""
     flags = ["--policy.optimizer=sgd", "--policy.grad_clip_norm=0.3", "--accelerator.gradient_accumulation.steps=4"]
-    seen = train(toy_args(dataset, *flags, "--batch_size=3", steps=16), topology, tmp_path, _batches_and_start, when="before")
+    seen = train(
+        toy_args(dataset, *flags, "--batch_size=3", steps=16), topology, tmp_path, _batches_and_start, when="before"
+    )
     expected = _plain_sgd([[step["batch"] for step in rank] for rank in seen], seen[0][0]["start"], window=4)
     saved = load_file(tmp_path / "out/checkpoints/last/pretrained_model/model.safetensors")
     for name, tensor in saved.items():
@@ -134,7 +136,9 @@ def _bytes(run: Any, batch: dict) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank after a step; and of the largest unit."""
     tensors = list(run.module.parameters())
     tensors += [p.grad for p in tensors if p.grad is not None]
-    tensors += [t for fields in run.saved.optimizer.state.values() for t in fields.values() if torch.is_tensor(t) and t.dim()]
+    tensors += [
+        t for fields in run.saved.optimizer.state.values() for t in fields.values() if torch.is_tensor(t) and t.dim()
+    ]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
     return {"held": sum(storages.values()), "unit": run.report.largest_unit * 4}

@@ -112,7 +112,9 @@ def _types_seen(optimizer_type: type) -> set[type]:
     optimizer = optimizer_type(model.parameters())
     step_on_local_parts(optimizer)
     seen: set[type] = set()
-    optimizer.register_step_pre_hook(lambda *_: seen.update(type(p.detach()) for p in optimizer.param_groups[0]["params"]))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update(type(p.detach()) for p in optimizer.param_groups[0]["params"])
+    )
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     return seen

@@ -91,7 +91,9 @@ def _without_exit(function: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError(f"it exited with {stop.code}; its reason is in the captured stderr") from None
 
 
-def _train(args: list[str], cwd: Path, device: str, sharded: bool, prepare: Callable[[Any, Seen], None] | None = None) -> Seen:
+def _train(
+    args: list[str], cwd: Path, device: str, sharded: bool, prepare: Callable[[Any, Seen], None] | None = None
+) -> Seen:
     """`lerobot-train ARGS`; `sharded` over the one rank that there is."""
     from lerobot_parallel.training import command
 
@@ -190,8 +192,9 @@ def _look_after(run: Any, seen: Seen, device: str) -> None:
 
 
 def _weights(run: Any) -> dict[str, torch.Tensor]:
-    from lerobot_parallel.checkpoint.state import model_state
     from torch.distributed.tensor import DTensor
+
+    from lerobot_parallel.checkpoint.state import model_state
 
     full = lambda t: t.full_tensor() if isinstance(t, DTensor) else t  # noqa: E731
     # Offloaded shards are gathered by the backend of host memory.
@@ -381,7 +384,9 @@ def _complain_and_read(run: Any, seen: Seen) -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["unsharded", "fully_shard"])
 def test_nothing_waits_for_the_device_between_log_lines(states: Path, tmp_path: Path, sharded: bool, accumulation: int):
     flags = [*_TOY, f"--accelerator.gradient_accumulation.steps={accumulation}"]
-    seen = in_process(_train, _args(states, *flags, steps=12, output="out"), tmp_path, DEVICE, sharded, _complain_of_waiting)
+    seen = in_process(
+        _train, _args(states, *flags, steps=12, output="out"), tmp_path, DEVICE, sharded, _complain_of_waiting
+    )
     assert seen.steps == 12
     assert seen.guarded == 12 - _WARM_STEPS
     assert bool(seen.units) == sharded

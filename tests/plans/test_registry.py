@@ -168,7 +168,8 @@ CAMERA = PolicyFeature(FeatureType.VISUAL, (3, 64, 64))
 POLICIES: dict[str, dict[str, Any]] = {
     "act": {
         "n_encoder_layers": 2, "n_vae_encoder_layers": 3, "n_decoder_layers": 1, "dim_model": 32, "n_heads": 2,
-        "dim_feedforward": 64, "latent_dim": 8, "chunk_size": 8, "n_action_steps": 8, "pretrained_backbone_weights": None,
+        "dim_feedforward": 64, "latent_dim": 8, "chunk_size": 8, "n_action_steps": 8,
+        "pretrained_backbone_weights": None,
     },
     "diffusion": {
         "down_dims": (16, 32), "diffusion_step_embed_dim": 16, "n_groups": 4, "spatial_softmax_num_keypoints": 8,

@@ -51,9 +51,7 @@ def copy_peer(tmp_path: Path) -> Path:
     return target
 
 
-def make_dataset(
-    root: Path | str, episodes: int = 4, frames: int = 25, image: bool = False, seed: int = 0
-) -> Path:
+def make_dataset(root: Path | str, episodes: int = 4, frames: int = 25, image: bool = False, seed: int = 0) -> Path:
     """Writes a LeRobotDataset: state (6), environment state (4), action (6) and, on request, a 64x64 camera.
 
     Actions follow from observations, so that there is something to learn; equal arguments give equal numbers.

@@ -161,4 +161,4 @@ def test_survivors_of_a_failed_rank_are_stopped_after_the_grace():
 
 def test_a_value_that_does_not_pickle_is_the_ranks_error():
     with pytest.raises(WorldError, match="pickle"):
-        run_world(lambda: (lambda: None), 1, timeout=30)
+        run_world(lambda: lambda: None, 1, timeout=30)

@@ -10,9 +10,13 @@ from tests.support.commands import quiet_env
 from tests.support.world import run_world
 
 
-def traced_training(args: list[str], nprocs: int, cwd: Path | str, *, timeout: float = 120, env: dict | None = None) -> list[list[dict[str, Any]]]:
+def traced_training(
+    args: list[str], nprocs: int, cwd: Path | str, *, timeout: float = 120, env: dict | None = None
+) -> list[list[dict[str, Any]]]:
     """Runs our `lerobot-train ARGS`; for every rank, a dict for each step: loss, grad_norm, index, lr."""
-    return run_world(_trace, nprocs, args, cwd, timeout=timeout, env={**quiet_env(), **(env or {})}, launcher=nprocs > 1)
+    return run_world(
+        _trace, nprocs, args, cwd, timeout=timeout, env={**quiet_env(), **(env or {})}, launcher=nprocs > 1
+    )
 
 
 def inspected_run(

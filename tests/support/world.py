@@ -377,9 +377,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _call(
-    folder: Path, group: tuple[int, int, int] | None, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> int:
+def _call(folder: Path, group: tuple[int, int, int] | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Runs `fn` and leaves its outcome in the folder; returns the exit code, as the interpreter would choose it."""
     outcome: dict[str, Any] = {}
     code = 0

@@ -75,7 +75,9 @@ def merged(*flags: str) -> list[str]:
     return list({flag.partition("=")[0]: flag for flag in flags}.values())
 
 
-def launch(args: list[str], engine: str, cwd: Path, setup: Setup | None = None, *, timeout: float = 120) -> list[RankResult]:
+def launch(
+    args: list[str], engine: str, cwd: Path, setup: Setup | None = None, *, timeout: float = 120
+) -> list[RankResult]:
     """Trains in a world and reports how every rank ended."""
     module, nprocs, flags = ENGINES[engine]
     cwd.mkdir(exist_ok=True)
@@ -93,7 +95,9 @@ def launch(args: list[str], engine: str, cwd: Path, setup: Setup | None = None, 
     )
 
 
-def train(args: list[str], engine: str, cwd: Path, setup: Setup | None = None, *, timeout: float = 120) -> list[RankResult]:
+def train(
+    args: list[str], engine: str, cwd: Path, setup: Setup | None = None, *, timeout: float = 120
+) -> list[RankResult]:
     """Trains in a world, to the end."""
     results = launch(args, engine, cwd, setup, timeout=timeout)
     failed = [result for result in results if result.exitcode != 0]

@@ -351,7 +351,11 @@ def _read(fails_on: int) -> str:
     data.make_train_eval_datasets = make
     accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
     try:
-        return str(data.make_datasets(SimpleNamespace(dataset=SimpleNamespace(repo_id="a/b", streaming=False), num_workers=0), accelerator))
+        return str(
+            data.make_datasets(
+                SimpleNamespace(dataset=SimpleNamespace(repo_id="a/b", streaming=False), num_workers=0), accelerator
+            )
+        )
     except (FileNotFoundError, OtherRankError) as error:
         return f"{type(error).__name__}: {error}; read by {turns}"
 

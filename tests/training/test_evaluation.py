@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.training.fakes import fake_wandb
-from tests.training.runs import QUIET, act_args, assert_close, launch, last_checkpoint, payload, train, weights_file
+from tests.training.runs import QUIET, act_args, assert_close, last_checkpoint, launch, payload, train, weights_file
 from tests.training.toy_env import STEPS, ToyReach
 
 pytestmark = pytest.mark.usefixtures("warmed")
@@ -94,19 +94,31 @@ def test_held_out_loss_is_the_same_on_any_topology_and_leaves_training_alone(sma
         assert all(evaluation["units"] > 1 and not evaluation["gathered"] for evaluation in rank.value)
 
 
-ROLLOUTS = ["--env.type=toy_reach", "--env_eval_freq=2", "--eval.n_episodes=2", "--eval.batch_size=2", "--eval.use_async_envs=false"]
+ROLLOUTS = [
+    "--env.type=toy_reach",
+    "--env_eval_freq=2",
+    "--eval.n_episodes=2",
+    "--eval.batch_size=2",
+    "--eval.use_async_envs=false",
+]
 
 
 def test_rollouts_are_the_hosts(small_dataset: Path, tmp_path: Path):
     args = act_args(small_dataset, *ROLLOUTS, "--wandb.enable=true")
     (host,) = train(args, "host", tmp_path / "host", _wandb)
     (ours,) = train(args, "single", tmp_path / "ours", _wandb)
-    expected, got = ({k: v for k, v in side.value.items() if "eval/" in k[1] and "eval_s" not in k[1]} for side in (host, ours))
+    expected, got = (
+        {k: v for k, v in side.value.items() if "eval/" in k[1] and "eval_s" not in k[1]} for side in (host, ours)
+    )
     assert got == expected
     assert got[2, "eval/avg_sum_reward"] < 0 and got[2, "eval/pc_success"] == 100
     assert got[2, "eval/video"] == "out/eval/videos_step_000002/toy_reach_0/eval_episode_0.mp4"
-    videos = sorted(path.relative_to(tmp_path / "ours/out/eval") for path in (tmp_path / "ours/out/eval").rglob("*.mp4"))
-    assert [str(path) for path in videos] == [f"videos_step_00000{s}/toy_reach_0/eval_episode_{e}.mp4" for s in (2, 4) for e in (0, 1)]
+    videos = sorted(
+        path.relative_to(tmp_path / "ours/out/eval") for path in (tmp_path / "ours/out/eval").rglob("*.mp4")
+    )
+    assert [str(path) for path in videos] == [
+        f"videos_step_00000{s}/toy_reach_0/eval_episode_{e}.mp4" for s in (2, 4) for e in (0, 1)
+    ]
     assert payload(weights_file(tmp_path / "ours")) == payload(weights_file(tmp_path / "host"))
 
 

@@ -201,7 +201,9 @@ def test_what_a_policy_reads_itself_is_not_the_loops(dataset: Path, tmp_path: Pa
     for reads in reads_of_training(_args(dataset, *ACT), "fsdp2", tmp_path):
         assert [read for read in reads if read.owner in ("loop", "nobody") and not read.for_log] == []
         # ACT reads its two losses for its own log, in every step.
-        assert [read.step for read in reads if read.owner == "policy"] == [step for step in range(STEPS) for _ in range(2)]
+        assert [read.step for read in reads if read.owner == "policy"] == [
+            step for step in range(STEPS) for _ in range(2)
+        ]
 
 
 def test_a_number_read_in_every_step_is_seen(dataset: Path, tmp_path: Path):

@@ -24,7 +24,9 @@ def _noise() -> Any:
         if not hooked:
             start.update(full_state(run))
             dropout = run.module.model.encoder.layers[0].dropout1
-            hooked.append(dropout.register_forward_hook(lambda module, args, out: kept.append((out != 0).flatten().tolist())))
+            hooked.append(
+                dropout.register_forward_hook(lambda module, args, out: kept.append((out != 0).flatten().tolist()))
+            )
 
     watch_steps(look, when="before")
     return lambda: {"kept": kept, "start": start}
@@ -61,6 +63,7 @@ def test_without_a_seed_rank_0_gives_the_weights(small_dataset: Path, tmp_path: 
 def test_ranks_agree_on_a_default_output_directory(small_dataset: Path, tmp_path: Path):
     def late_clock() -> Any:
         from lerobot.configs import train as config
+
         from lerobot_parallel.training import loop
 
         rank = int(os.environ["RANK"])

@@ -44,7 +44,9 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "observation.state": np.zeros(2, np.float32),
                     "action": np.zeros(2, np.float32),
                     "next.reward": np.array([reward], np.float32),
-                    "observation.images.top": draw.integers(100 * reward, 100 * reward + 100, (64, 64, 3), dtype=np.uint8),
+                    "observation.images.top": draw.integers(
+                        100 * reward, 100 * reward + 100, (64, 64, 3), dtype=np.uint8
+                    ),
                     "task": "reach",
                 }
             )

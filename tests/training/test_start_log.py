@@ -14,17 +14,34 @@ pytestmark = pytest.mark.usefixtures("warmed")
 
 ROWS = ("engine", "ranks", "devices", "effective batch", "parameters", "precision", "checkpoints")
 EXPECTED = {
-    "single": ("one process", "1 = dp_replicate 1 x dp_shard 1", "1 x cpu, backend none", "6 = 3 x 1 ranks x 2 micro-batches"),
+    "single": (
+        "one process",
+        "1 = dp_replicate 1 x dp_shard 1",
+        "1 x cpu, backend none",
+        "6 = 3 x 1 ranks x 2 micro-batches",
+    ),
     "ddp2": ("DDP", "2 = dp_replicate 2 x dp_shard 1", "2 x cpu, backend gloo", "12 = 3 x 2 ranks x 2 micro-batches"),
-    "fsdp2": ("FSDP2", "2 = dp_replicate 1 x dp_shard 2", "2 x cpu, backend gloo", "12 = 3 x 2 ranks x 2 micro-batches"),
-    "hsdp2x2": ("HSDP", "4 = dp_replicate 2 x dp_shard 2", "4 x cpu, backend gloo", "24 = 3 x 4 ranks x 2 micro-batches"),
+    "fsdp2": (
+        "FSDP2",
+        "2 = dp_replicate 1 x dp_shard 2",
+        "2 x cpu, backend gloo",
+        "12 = 3 x 2 ranks x 2 micro-batches",
+    ),
+    "hsdp2x2": (
+        "HSDP",
+        "4 = dp_replicate 2 x dp_shard 2",
+        "4 x cpu, backend gloo",
+        "24 = 3 x 4 ranks x 2 micro-batches",
+    ),
 }
 
 
 def _local_parameters() -> Any:
     plan_for_toy()
     return watch_steps(
-        lambda run, batch: sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in run.module.parameters())
+        lambda run, batch: sum(
+            p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in run.module.parameters()
+        )
     )
 
 
@@ -39,7 +56,9 @@ def test_topology_table_has_every_row(small_dataset: Path, tmp_path: Path, engin
     assert tuple(rows[name] for name in ROWS[:4]) == EXPECTED[engine]
     here, in_root = _numbers(rows["parameters"])
     assert here == ranks[0].value[0]
-    total = sum(t.numel() for name, t in load_file(weights_file(tmp_path)).items() if name not in ("scale", "update_count"))
+    total = sum(
+        t.numel() for name, t in load_file(weights_file(tmp_path)).items() if name not in ("scale", "update_count")
+    )
     if "sdp2" in engine:
         assert total / 2 <= here < 0.6 * total
         assert 0 < in_root < total / 2

@@ -29,5 +29,7 @@ class ToyWeightedPolicy(ToyNastyPolicy):
         return (loss if reduction == "none" else loss.mean()), {"largest": loss.max().item()}
 
 
-def make_toy_weighted_pre_post_processors(config: ToyWeightedConfig, dataset_stats: dict | None = None) -> tuple[Any, Any]:
+def make_toy_weighted_pre_post_processors(
+    config: ToyWeightedConfig, dataset_stats: dict | None = None
+) -> tuple[Any, Any]:
     return make_toy_nasty_pre_post_processors(config, dataset_stats)
