@@ -109,6 +109,10 @@ def retain(checkpoints: Path, keep: int) -> list[Path]:
                 logging.info("removing %s, older than the checkpoints to keep", step)
             except OSError as error:
                 _warn_kept(step, error)
+    if doomed:
+        # Else a power loss might leave a half-deleted one under its old name.
+        with contextlib.suppress(OSError):
+            flush(checkpoints)
     return doomed
 
 

@@ -124,7 +124,8 @@ class _HashingStream(io.RawIOBase):
             return
         self._wait_for_flusher()
         self._flushed = self._size
-        self._flushing = self._flusher.submit(os.fdatasync, self._stream.fileno())
+        # Not every system has the one that leaves times of access alone.
+        self._flushing = self._flusher.submit(getattr(os, "fdatasync", os.fsync), self._stream.fileno())
 
     def _wait_for_flusher(self) -> None:
         """A failed write-back is reported to one caller only: it must not get lost in the thread."""

@@ -106,11 +106,11 @@ class Saver:
             return job.target
         _write(job)
         job.stall_s = time.perf_counter() - began
-        self._finish()
         self._remover = threading.Thread(
             target=commit.remove, args=(job.doomed,), name="checkpoint-remover", daemon=True
         )
         self._remover.start()
+        self._finish()
         return job.target
 
     def step_edge(self, stop: bool) -> bool:
@@ -142,18 +142,18 @@ class Saver:
         target = step_dir(run.cfg.output_dir, run.cfg.steps, progress.step)
         staging = Checkpoint(staging_path(target, broadcast_from_main(uuid.uuid4().hex[:8])))
         try:
-            with raised_together(f"making room for {target}"):
+            with raised_together(f"making room for {target}", patient_group()):
                 if is_main():
                     _make_room(run, staging)
             snapshot = take(run)
             if self._asynchronous:
                 snapshot = self._copier.copy(snapshot)
-            with raised_together(f"writing {target}"):
-                written = _write_small_files(run, progress, staging)
+            with raised_together(f"writing {target}", patient_group()):
+                _write_small_files(run, progress, staging)
         except _FAILURES as error:
             raise _failed(target, staging, error) from error
         manifest = _describe(run, progress)
-        return _Job(run, staging, target, snapshot, manifest, self._group, written)
+        return _Job(run, staging, target, snapshot, manifest, self._group)
 
     def _finish(self) -> None:
         job, self._job = self._job, None
@@ -207,11 +207,9 @@ def _make_room(run: RunState, staging: Checkpoint) -> None:
     staging.training_state.mkdir()
 
 
-def _write_small_files(run: RunState, progress: Progress, staging: Checkpoint) -> dict[str, FileEntry]:
-    """Everything that must be as it is now and takes no time; returns entries of what this rank wrote by itself."""
+def _write_small_files(run: RunState, progress: Progress, staging: Checkpoint) -> None:
+    """Everything that must be as it is now and takes no time; not flushed yet."""
     save_rng(staging, rank())
-    mine = staging.rank_rng_file(rank())
-    flush(mine)
     if is_main():
         _write_configs(run, staging)
         if run.scheduler is not None:
@@ -219,7 +217,6 @@ def _write_small_files(run: RunState, progress: Progress, staging: Checkpoint) -
         if run.scaler is not None:
             staging.scaler_file.write_text(json.dumps(run.scaler.state_dict(), indent=4) + "\n")
         progress.write(staging)
-    return {mine.relative_to(staging.path).as_posix(): digest(mine)}
 
 
 def _write_configs(run: RunState, staging: Checkpoint) -> None:
@@ -272,6 +269,10 @@ def _write(job: _Job) -> None:
         for state, directory in job.snapshot.shards(job.staging):
             job.written.update(_save_shards(state, directory, job))
         with raised_together(f"writing {job.target}", job.group):
+            # Only this rank's machine may have it in memory.
+            mine = job.staging.rank_rng_file(rank())
+            flush(mine)
+            job.written[mine.relative_to(job.staging.path).as_posix()] = digest(mine)
             if is_main():
                 _write_full(job)
         _commit(job)

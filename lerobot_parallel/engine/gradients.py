@@ -1,7 +1,8 @@
 """Accumulation windows, one correct norm over sharded and plain gradients, and clipping."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from lerobot_parallel.config.errors import ConfigError
 class AccumulationWindow:
     """N micro-batches, one optimizer update; windows run on across epoch ends.
 
-    Under sharding every micro-batch reduce-scatters, so no full gradient outlives its unit's backward; only
-    HSDP's all-reduce over replicas waits for the last micro-batch. Under DDP the all-reduce waits.
+    Under sharding every micro-batch reduce-scatters, so no full gradient outlives its unit's backward; HSDP's
+    all-reduce over replicas waits for the last micro-batch, where it can. Under DDP the all-reduce waits.
 
     A new object begins with an empty window: checkpoints hold no half-filled one.
     """
@@ -27,6 +28,8 @@ class AccumulationWindow:
         self._policy = policy
         self._replicated = replicated_parameters(policy) if isinstance(policy, FSDPModule) else []
         self._units = {name: module for name, module in policy.named_modules() if isinstance(module, FSDPModule)}
+        self._can_wait: dict[str, int] | None = None
+        self._waiting: dict[str, int] = {}
 
     @property
     def is_update(self) -> bool:
@@ -37,9 +40,16 @@ class AccumulationWindow:
     def micro_batch(self) -> Iterator[None]:
         """Around forward and backward of one micro-batch."""
         with self._accelerator.accumulate(self._policy):
-            if isinstance(self._policy, FSDPModule):
-                self._policy.set_requires_all_reduce(self.is_update)
+            for name, unit in self._units.items():
+                unit.set_requires_all_reduce(self.is_update or name not in self._waiting, recurse=False)
             yield
+            if self._can_wait is None:
+                self._can_wait = self._units_that_can_wait()
+            if self.is_update:
+                # Not within the first window: it would hold two sums, what is reduced and what waits.
+                self._waiting = self._can_wait
+            else:
+                self._check(lambda name, summed: summed.numel() == self._waiting.get(name))
 
     def finish(self, max_norm: float) -> torch.Tensor:
         """Complete the window's gradients and clip them. Collective; on update steps only.
@@ -51,25 +61,43 @@ class AccumulationWindow:
             The total norm before clipping, 0-dim, the same on every rank, not synchronised with the host.
 
         Raises:
-            ConfigError: under HSDP, a unit that ran in this window did not run in its last micro-batch.
+            ConfigError: under HSDP, a unit that ran in this window got no gradients in its last micro-batch.
         """
         limit = max_norm if max_norm > 0 else float("inf")
         if not isinstance(self._policy, FSDPModule):
             return self._accelerator.clip_grad_norm_(self._policy.parameters(), limit)
-        self._check_all_reduced()
+        # One that waits still has no gradient from the last micro-batch, and would go into the next window.
+        self._check(lambda name, summed: False)
         average_gradients(self._replicated)
         return clip_grad_norm(self._policy.parameters(), limit)
 
-    def _check_all_reduced(self) -> None:
-        """A unit's sum over the window waits for its own next backward, and would go into the next window."""
-        for name, unit in self._units.items():
-            group = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None and group._partial_reduce_output is not None:
+    def _units_that_can_wait(self) -> dict[str, int]:
+        """The units in which every trainable parameter has a gradient by now, with the elements of their flat gradient.
+
+        FSDP2 adds the flat gradients of micro-batches without names: those of a unit whose parameters take turns
+        would be mixed up. Such a unit all-reduces in every micro-batch.
+        """
+        found = {}
+        for name, group in self._groups():
+            trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+            if all(param.sharded_param.grad is not None for param in trained):
+                found[name] = sum(param.padded_sharded_param_size.numel() for param in trained)
+        return found
+
+    def _groups(self) -> Iterator[tuple[str, Any]]:
+        groups = ((name, unit._get_fsdp_state()._fsdp_param_group) for name, unit in self._units.items())
+        return ((name, group) for name, group in groups if group is not None)
+
+    def _check(self, right: Callable[[str, torch.Tensor], bool]) -> None:
+        """Every flat gradient that waits for its all-reduce is as it should be."""
+        for name, group in self._groups():
+            summed = group._partial_reduce_output
+            if summed is not None and not right(name, summed):
                 raise ConfigError(
                     "--accelerator.gradient_accumulation.steps",
                     self._accelerator.gradient_accumulation_steps,
-                    f"the unit {name} had gradients in this window, but none in its last micro-batch: over replicas "
-                    "they would be left out",
+                    f"the unit {name or 'root'} did not get all of its gradients in a micro-batch: over replicas they "
+                    "would be mixed up or left out",
                     "use 1, or --parallelism.dp_replicate=1",
                 )
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # An upload, a rollout or a slow disk may take longer than the 10 or 30 minutes of torch's groups. Whoever waits for a
-# rank that dies hears of it at once all the same: its connections close.
+# rank that dies hears of it all the same: its connections close, once its loader workers have ended too.
 _PATIENCE = timedelta(days=7)
 
 
@@ -58,7 +58,11 @@ def new_patient_group() -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+    # Ranks that are not there yet have no connections: one that is dead is found here, or within the usual limit.
+    true_anywhere(False)
+    group = dist.new_group(backend="gloo")
+    dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
+    return group
 
 
 def patient_group() -> dist.ProcessGroup | None:

@@ -187,37 +187,61 @@ def test_a_limit_of_zero_measures_without_clipping(world: Callable, max_norm: fl
     assert grad == pytest.approx(left, rel=1e-5)
 
 
-class _Sometimes(nn.Module):
-    """Its second unit runs when it is told to."""
+class _Turns(nn.Module):
+    """Parts of a unit, and a unit of its own, that run when they are told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, degrees: Degrees) -> None:
         super().__init__()
-        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
-        for unit in (self.always, self.sometimes):
-            fully_shard(unit, mesh=build_mesh(Degrees(2, 2), "cpu"))
-        fully_shard(self, mesh=build_mesh(Degrees(2, 2), "cpu"))
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("a", "b", "own")})
+        fully_shard(self.parts["own"], mesh=build_mesh(degrees, "cpu"))
+        fully_shard(self, mesh=build_mesh(degrees, "cpu"))
 
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return (self.sometimes(self.always(x)) if both else self.always(x)).sum()
+    def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
+        return sum(self.parts[name](x).square().sum() for name in parts.split())
 
 
-def _window_of(both: tuple[bool, ...]) -> str:
-    runtime = AcceleratorConfig(gradient_accumulation=GradientAccumulationConfig(steps=len(both)))
-    accelerator = build_accelerator(runtime, Degrees(2, 2), device_type="cpu")
-    model = _Sometimes()
+def _window_of(degrees: Degrees, windows: list[list[str]]) -> Any:
+    """What the last window's gradients are, or the refusal."""
+    runtime = AcceleratorConfig(gradient_accumulation=GradientAccumulationConfig(steps=len(windows[0])))
+    accelerator = build_accelerator(runtime, degrees, device_type="cpu")
+    model = _Turns(degrees)
     window = AccumulationWindow(accelerator, model)
-    for both_units in both:
-        with window.micro_batch():
-            accelerator.backward(model(torch.ones(2, 4), both_units))
-            try:
-                norm = window.finish(0.0) if window.is_update else None
-            except ConfigError as error:
-                return str(error)
-    return f"{norm.item():.4f}"
+    try:
+        for micro_batches in windows:
+            model.zero_grad()
+            for number, parts in enumerate(micro_batches):
+                with window.micro_batch():
+                    accelerator.backward(model(torch.full((2, 4), 1.0 + number + dist.get_rank()), parts))
+                    if window.is_update:
+                        window.finish(0.0)
+    except ConfigError as error:
+        return str(error)
+    return {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
-def test_a_unit_that_does_not_end_its_window_under_hsdp_is_said_and_not_lost(world: Callable):
-    assert len(set(world(_window_of, 4, (False, True)))) == 1
-    for said in world(_window_of, 4, (True, False)):
-        assert said.startswith("--accelerator.gradient_accumulation.steps=2: the unit sometimes had gradients")
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [["a b own", "a b own"]] * 2,
+        [["a own", "b own"]] * 2,
+        [["a b", "a b own"]] * 2,
+    ],
+    ids=["all", "parts of a unit by turns", "one more at the end"],
+)
+def test_hsdp_accumulates_the_gradients_of_fsdp2(world: Callable, windows: list[list[str]]):
+    expected = world(_window_of, 4, Degrees(1, 4), windows)
+    for ours, theirs in zip(world(_window_of, 4, Degrees(2, 2), windows), expected, strict=True):
+        assert {name for name, grad in ours.items() if grad is None} == {n for n, g in theirs.items() if g is None}
+        for name, grad in ours.items():
+            torch.testing.assert_close(grad, theirs[name])
+
+
+@pytest.mark.parametrize(
+    "later", [["a b own", "a b"], ["a own", "b own"]], ids=["a unit left out at the end", "parts by turns"]
+)
+def test_a_unit_that_hsdp_would_mix_up_stops_the_run_with_its_name(world: Callable, later: list[str]):
+    for said in world(_window_of, 4, Degrees(2, 2), [["a b own", "a b own"], later]):
+        assert said.startswith("--accelerator.gradient_accumulation.steps=2: the unit ")
+        assert ("parts.own" if "own" not in later[1] else "root") in said
         assert "--parallelism.dp_replicate=1" in said
