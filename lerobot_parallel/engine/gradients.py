@@ -38,7 +38,11 @@ class AccumulationWindow:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around forward and backward of one micro-batch."""
+        """Around forward and backward of one micro-batch.
+
+        Raises:
+            ConfigError: under HSDP, a unit that waits for its all-reduce did not get all of its gradients.
+        """
         with self._accelerator.accumulate(self._policy):
             for name, unit in self._units.items():
                 unit.set_requires_all_reduce(self.is_update or name not in self._waiting, recurse=False)

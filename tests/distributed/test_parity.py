@@ -69,9 +69,8 @@ def engine_run(
     from lerobot_parallel.checkpoint.state import model_state
     from lerobot_parallel.engine.accelerator import build_accelerator
     from lerobot_parallel.engine.gradients import AccumulationWindow
-    from lerobot_parallel.engine.sharding import shard_policy
-    from lerobot_parallel.engine.topology import build_mesh
     from lerobot_parallel.plans.plan import resolve_plan
+    from tests.support.sharding import shard_on_cpu
 
     runtime = AcceleratorConfig(
         mixed_precision=precision,
@@ -83,14 +82,8 @@ def engine_run(
     module = policy = make_toy(seed=rank, **toy)
     report = None
     if degrees.sharded:
-        report = shard_policy(
-            policy,
-            resolve_plan(plan, policy, source="test"),
-            mesh=build_mesh(degrees, "cpu"),
-            runtime=runtime,
-            device=accelerator.device,
-            autocast=accelerator.autocast,
-        )
+        resolved = resolve_plan(plan, policy, source="test")
+        report = shard_on_cpu(policy, resolved, degrees, accelerator, runtime)
     optimizer = torch.optim.SGD(policy.get_optim_params(), lr=LR, weight_decay=0.01)
     if not degrees.sharded:
         policy, optimizer = accelerator.prepare(policy, optimizer)
@@ -245,22 +238,14 @@ def test_without_mixed_precision_a_bf16_policy_trains_as_its_fp32_copy(world: Ca
 
 def _infer(degrees: Degrees, precision: str) -> list[Any]:
     from lerobot_parallel.engine.accelerator import build_accelerator
-    from lerobot_parallel.engine.sharding import shard_policy
-    from lerobot_parallel.engine.topology import build_mesh
     from lerobot_parallel.plans.plan import resolve_plan
+    from tests.support.sharding import shard_on_cpu
 
     runtime = AcceleratorConfig(mixed_precision=precision)
     accelerator = build_accelerator(runtime, degrees, device_type="cpu")
     policy = make_toy(seed=dist.get_rank())
     plan = resolve_plan(PLAN, policy, source="test")
-    shard_policy(
-        policy,
-        plan,
-        mesh=build_mesh(degrees, "cpu"),
-        runtime=runtime,
-        device=accelerator.device,
-        autocast=accelerator.autocast,
-    )
+    shard_on_cpu(policy, plan, degrees, accelerator, runtime)
     policy.eval()
     actions = [policy.select_action(toy_batch(2)) for _ in range(3)]
     chunk = policy.predict_action_chunk(toy_batch(2))

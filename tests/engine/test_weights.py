@@ -211,9 +211,8 @@ def test_plain_parameters_are_materialized_with_their_ties():
 
 def _shard(fsdp: FSDPConfig, *, empty: bool) -> dict[str, Any]:
     from lerobot_parallel.engine.accelerator import build_accelerator
-    from lerobot_parallel.engine.sharding import shard_policy
-    from lerobot_parallel.engine.topology import build_mesh
     from lerobot_parallel.plans.plan import WrapPlan, resolve_plan
+    from tests.support.sharding import shard_on_cpu
 
     degrees = Degrees(1, 2)
     runtime = AcceleratorConfig(fsdp=fsdp)
@@ -224,14 +223,8 @@ def _shard(fsdp: FSDPConfig, *, empty: bool) -> dict[str, Any]:
             policy = make_toy(seed=rank)
     else:
         policy = make_toy(seed=rank)
-    shard_policy(
-        policy,
-        resolve_plan(WrapPlan(units=("ToyBlock",)), policy, source="test"),
-        mesh=build_mesh(degrees, "cpu"),
-        runtime=runtime,
-        device=accelerator.device,
-        autocast=accelerator.autocast,
-    )
+    plan = resolve_plan(WrapPlan(units=("ToyBlock",)), policy, source="test")
+    shard_on_cpu(policy, plan, degrees, accelerator, runtime)
     named = dict(policy.named_parameters()) | dict(policy.named_buffers())
     return {
         "tensors": {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named.items()},

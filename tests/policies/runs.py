@@ -21,11 +21,11 @@ from lerobot_parallel.config.runtime import AcceleratorConfig, ActivationCheckpo
 from lerobot_parallel.config.topology import Degrees
 from lerobot_parallel.engine.accelerator import build_accelerator
 from lerobot_parallel.engine.buffers import agree_on_buffers
-from lerobot_parallel.engine.sharding import ShardReport, reshard, shard_policy, upcast_trainable
-from lerobot_parallel.engine.topology import build_mesh
+from lerobot_parallel.engine.sharding import ShardReport, reshard, upcast_trainable
 from lerobot_parallel.engine.units import transform_units
 from lerobot_parallel.plans import registry
 from tests.policies.builds.common import Batch, Case, make
+from tests.support.sharding import shard_on_cpu
 
 STEPS = 2
 SAMPLES = 2
@@ -192,15 +192,7 @@ def shard(
     policy = make(case, seed=dist.get_rank())
     plan = registry.resolve(policy, case.policy, runtime.fsdp)
     transform_units(policy, plan, runtime)
-    report = shard_policy(
-        policy,
-        plan,
-        mesh=build_mesh(degrees, "cpu"),
-        runtime=runtime,
-        device=accelerator.device,
-        autocast=accelerator.autocast,
-        weights_follow=weights_follow,
-    )
+    report = shard_on_cpu(policy, plan, degrees, accelerator, runtime, weights_follow=weights_follow)
     return accelerator, policy, report, plan
 
 
